@@ -22,7 +22,8 @@ from flatout.data.tokenizer_files import train_bpe
 from flatout.diagnose.examine import examine
 from flatout.errors import UserError
 from flatout.front import models
-from flatout.generation import generate_tokens
+from flatout.generation.engine import generate_tokens
+from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import read_origin
 from flatout.model.gpt import GPT
 from flatout.model.hub import read_description
@@ -385,9 +386,9 @@ def test_answers_end_at_every_token_that_the_files_or_the_template_name(words):
 
 def test_generation_ends_at_each_stop(words):
     loaded = api.load_model("base", device="cpu")
-    free = list(generate_tokens(loaded.model, [5], count=30, temperature=1.0, seed=3))
+    free = list(generate_tokens(loaded.model, [5], count=30, sampling=Sampling(temperature=1.0, seed=3)))
     for stop in {free[4], free[9]}:
-        cut = list(generate_tokens(loaded.model, [5], count=30, temperature=1.0, seed=3, stops=(10**6, stop)))
+        cut = list(generate_tokens(loaded.model, [5], count=30, sampling=Sampling(temperature=1.0, seed=3), stops=(10**6, stop)))
         assert cut == free[: free.index(stop) + 1]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flatout
-from flatout import generation
+from flatout.engine import saving
 from flatout.checkpoints.checkpoint import list_checkpoints
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
@@ -136,12 +136,12 @@ def test_a_warm_up_in_epochs_or_as_a_share_ends_where_it_says(tiny):
 
 def test_samples_are_greedy_at_temperature_0(tiny, monkeypatch):
     seen = []
-    plain = generation.sample_token
+    plain = saving.generate_tokens
     monkeypatch.setattr(
-        generation, "sample_token", lambda *a, **how: seen.append(how["temperature"]) or plain(*a, **how)
+        saving, "generate_tokens", lambda *a, **how: seen.append(how["sampling"].temperature) or plain(*a, **how)
     )
     list(flatout.train(tiny("train.steps=1", "eval.sample_tokens=3", "eval.sample_temperature=0")))
-    assert seen == [0.0] * 3
+    assert seen == [0.0]
 
 
 @pytest.mark.parametrize("mode", ["default", "regional"])

@@ -1,13 +1,17 @@
 import collections
+import random
 
 import pytest
 import torch
 
 from flatout.config.schema import ModelConfig
-from flatout.generation import generate_tokens, sample_token
+from flatout.errors import CheckpointError
+from flatout.generation.engine import Engine, Request, generate_tokens, uncached_tokens
+from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.model.gpt import GPT, build_model
 
 VOCAB = 61
+GREEDY = Sampling(temperature=0.0)
 FAMILIES = [
     {"family": "gpt2"},
     {"family": "gpt"},
@@ -32,8 +36,8 @@ def lively_model(variant: dict, context: int = 24) -> GPT:
 @pytest.mark.parametrize("prompt", [[3], [1, 2, 3, 4, 5], list(range(12)), list(range(20))])
 def test_cached_greedy_text_equals_uncached(variant, prompt):
     model = lively_model(variant, context=12)
-    cached = list(generate_tokens(model, prompt, count=22, temperature=0.0))
-    uncached = list(generate_tokens(model, prompt, count=22, temperature=0.0, cached=False))
+    cached = list(generate_tokens(model, prompt, count=22, sampling=GREEDY))
+    uncached = list(generate_tokens(model, prompt, count=22, sampling=GREEDY, cached=False))
     assert cached == uncached
     assert len(set(cached)) > 3, "the model must wander for this to mean anything"
 
@@ -54,7 +58,7 @@ def test_a_token_follows_from_all_that_the_context_holds(length, monkeypatch):
 
 def test_a_seed_repeats_and_another_differs():
     model = lively_model({})
-    draw = lambda seed: list(generate_tokens(model, [1], count=20, temperature=1.0, seed=seed))  # noqa: E731
+    draw = lambda seed: list(generate_tokens(model, [1], count=20, sampling=Sampling(temperature=1.0, seed=seed)))  # noqa: E731
     assert draw(3) == draw(3)
     assert draw(3) != draw(4)
 
@@ -80,16 +84,19 @@ def test_the_models_mode_is_put_back():
 
 def test_generation_ends_after_the_stop_token():
     model = lively_model({})
-    plain = list(generate_tokens(model, [1], count=30, temperature=0.0))
+    plain = list(generate_tokens(model, [1], count=30, sampling=GREEDY))
     stop = plain[7]
-    ended = list(generate_tokens(model, [1], count=30, temperature=0.0, stops=(stop,)))
+    ended = list(generate_tokens(model, [1], count=30, sampling=GREEDY, stops=(stop,)))
     assert ended == plain[: plain.index(stop) + 1]
 
 
 def draws(logits: list[float], count: int = 400, **settings) -> collections.Counter[int]:
-    generator = torch.Generator().manual_seed(0)
-    options = {"temperature": 1.0, "top_k": None, "top_p": None, **settings}
-    return collections.Counter(sample_token(torch.tensor(logits), generator=generator, **options) for _ in range(count))
+    """What `count` texts draw, each with a seed of its own."""
+    rules, tokens_B = Rules.room(count, torch.device("cpu")), torch.zeros(count, dtype=torch.int64)
+    for row in range(count):
+        rules.assign(row, Sampling(**{"temperature": 1.0, **settings}, seed=row), 0, [])
+    choose(torch.tensor(logits).expand(count, -1), rules, tokens_B)
+    return collections.Counter(tokens_B.tolist())
 
 
 def test_top_k_and_top_p_cut_the_tail():
@@ -116,3 +123,107 @@ def test_probabilities_are_the_softmax():
     expected = torch.softmax(logits, dim=0)
     for token in range(3):
         assert counts[token] / 5000 == pytest.approx(expected[token].item(), abs=0.02)
+
+
+# --- many requests ----------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "gpt2": {"family": "gpt2"},
+    "grouped": {"family": "gpt", "kv_heads": 2, "mlp": "relu2", "tied": False},
+    "record": {
+        "family": "gpt",
+        "norm": "plain-rmsnorm",
+        "qk_norm": 1.2,
+        "mlp": "relu2",
+        "tied": False,
+        "logit_cap": 15.0,
+        "embedding_norm": True,
+        "first_mix": True,
+        "head_gate": True,
+        "value_tables": 1,
+        "bigram_rows": 50,
+    },
+    "windows": {"family": "gpt", "pattern": "WA", "window": 4},
+    "eigenstates": {"family": "gpt", "pattern": "EA", "states": 16},
+}
+
+
+def requests(number: int) -> list[Request]:
+    draw = random.Random(0)
+    rules = (
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 9},
+        {"temperature": 0.8, "top_p": 0.8, "repetition_penalty": 1.3},
+    )
+    return [
+        Request(
+            ids=[draw.randrange(VOCAB) for _ in range(draw.choice([1, 3, 10, 24, 30]))],
+            count=draw.choice([1, 2, 9, 40]),
+            sampling=Sampling(**rules[one % 4], seed=one),
+        )
+        for one in range(number)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_does_not_depend_on_its_neighbours(kind):
+    model = lively_model(KINDS[kind])
+    engine, waiting, draw = Engine(model, rows=4, penalties=True), requests(12), random.Random(1)
+    made = list(waiting)
+    while waiting or engine.busy:
+        for _ in range(draw.choice([0, 0, 1, 3])):
+            if waiting:
+                engine.add(waiting.pop(0))
+        engine.step()
+    for one in made:
+        assert one.made == list(uncached_tokens(model, one.ids, count=one.count, sampling=one.sampling)), one
+    # A chat's next turn finds the row that has its beginning.
+    turn = engine.add(Request(ids=[*made[-1].ids, *made[-1].made][-12:] + [5], count=6, sampling=GREEDY))
+    while engine.busy:
+        engine.step()
+    assert turn.made == list(uncached_tokens(model, turn.ids, count=6, sampling=GREEDY))
+
+
+def test_a_request_that_is_cancelled_frees_its_row():
+    engine = Engine(lively_model({}), rows=1)
+    first = engine.add(Request(ids=[1], count=10**6, sampling=GREEDY))
+    second = engine.add(Request(ids=[2], count=3, sampling=GREEDY))
+    for _ in range(5):
+        engine.step()
+    engine.cancel(first)
+    while engine.busy:
+        engine.step()
+    assert (first.ended, second.ended, len(second.made)) == ("cancelled", "length", 3)
+
+
+def test_a_full_context_ends_a_request_that_does_not_slide():
+    model = lively_model({}, context=8)
+    engine = Engine(model)
+    request = engine.add(Request(ids=[1, 2, 3], count=50, sampling=GREEDY, slides=False))
+    while engine.busy:
+        engine.step()
+    assert (request.ended, len(request.made)) == ("length", 6)  # five places, and the token after the last of them
+
+
+def test_probabilities_of_tokens_are_those_of_the_model():
+    model = lively_model({})
+    engine = Engine(model)
+    request = engine.add(Request(ids=[1, 2, 3], count=4, sampling=GREEDY, logprobs=3))
+    while engine.busy:
+        engine.step()
+    text = [1, 2, 3]
+    for token, (own, likeliest) in zip(request.made, request.probabilities, strict=True):
+        with torch.inference_mode():
+            expected = torch.log_softmax(model.logits(torch.tensor([text]), last=True)[0, 0], dim=-1)
+        assert own == pytest.approx(expected[token].item(), abs=1e-5)
+        assert list(likeliest) == expected.topk(3).indices.tolist()
+        text.append(token)
+
+
+def test_a_model_without_probabilities_is_refused():
+    model = lively_model({})
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="not finite"):
+        list(generate_tokens(model, [1], count=3))

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.errors import CheckpointError, ConfigError
-from flatout.generation import generate_tokens
+from flatout.generation.engine import generate_tokens
+from flatout.generation.sampling import Sampling
 from flatout.model import eigenstate
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
@@ -156,7 +157,7 @@ def test_no_shape_of_decoding_depends_on_how_much_came_before(model_name):
 def test_text_with_a_cache_is_that_without(model_name):
     """Also where the context is full and generation goes on from its second half."""
     model = built(model_name)
-    texts = [list(generate_tokens(model, [1, 2, 3], count=60, temperature=0.0, cached=how)) for how in (True, False)]
+    texts = [list(generate_tokens(model, [1, 2, 3], count=60, sampling=Sampling(temperature=0.0), cached=how)) for how in (True, False)]
     assert texts[0] == texts[1]
 
 

@@ -49,7 +49,8 @@ from flatout.engine.spans import SpanTotals
 from flatout.engine.state import Due, Progress, capture, save_run_adapter, write_sharded
 from flatout.errors import CheckpointError
 from flatout.files import disk_errors
-from flatout.generation import generate_tokens
+from flatout.generation.engine import generate_tokens
+from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import adapter_tensors
 from flatout.records import CheckpointRecord, EvalRecord, Record, SampleRecord
 from flatout.resolve.fit_check import out_of_memory
@@ -301,8 +302,7 @@ def sample_ids(run: Run, count: int) -> tuple[Sequence[int], list[int]]:
             run.model,
             prompt,
             count=count,
-            temperature=settings.sample_temperature,
-            seed=run.plan.train.seed,
+            sampling=Sampling(temperature=settings.sample_temperature, seed=run.plan.train.seed),
             stops=run.data.stops,
             vocab=run.data.tokenizer.vocab,
         )

@@ -46,7 +46,8 @@ from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.files import disk_errors
-from flatout.generation import generate_tokens
+from flatout.generation.engine import generate_tokens
+from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
@@ -60,6 +61,7 @@ from flatout.model.weights import assign_weights
 from flatout.resolve.checks import way_to_export
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.opening import DataSource, samples_folder
+from flatout.resolve.case import Probes, no_triton
 from flatout.resolve.switches import scan_for
 from flatout.shown import ShortlyShown, Shown
 
@@ -352,8 +354,16 @@ def generate(
         if tokenizer.end_of_text is None:
             raise DataError("the prompt is empty", "give at least one character to continue")
         ids = [tokenizer.end_of_text]
-    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cached": cached}
-    made = generate_tokens(loaded.model, ids, count=tokens, stops=loaded.stops, vocab=tokenizer.vocab, **how)
+    made = generate_tokens(
+        loaded.model,
+        ids,
+        count=tokens,
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+        stops=loaded.stops,
+        vocab=tokenizer.vocab,
+        kernels=loaded.device.kind == "cuda" and no_triton(loaded.device, Probes()) is None,
+        cached=cached,
+    )
     yield from _in_pieces(tokenizer, made, loaded.stops)
 
 

@@ -8,6 +8,7 @@ on a length, so that a pass can be recorded. The first tokens (an empty cache) u
 Shape legend: B batch, T positions of this call, S positions of a cache, H query heads, G key/value heads, D head size.
 """
 
+import copy
 import dataclasses
 
 import torch
@@ -23,6 +24,7 @@ class Decoding:
     positions_BT: Tensor
     fresh: bool  # the cache is empty
     filled: int | None  # filled positions of every row, with these tokens; None if only the device knows
+    reach: int | None  # at least the filled positions of the longest row; None if only the device knows
     # made once for all layers
     slots: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     masks: dict[tuple[int, int | None], Tensor] = dataclasses.field(default_factory=dict)
@@ -44,6 +46,9 @@ class LayerCache:
         self.v_BGSD = torch.zeros_like(self.k_BGSD)
         self.places = places
 
+    def tensors(self) -> list[Tensor]:
+        return [self.k_BGSD, self.v_BGSD]
+
     def write(self, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding) -> None:
         """Stores keys and values; of more tokens than there are places, the last ones."""
         count = k_BGTD.shape[2]
@@ -63,7 +68,7 @@ class LayerCache:
         self, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """All keys and values including the new ones, and the mask [B, T, S]; None: everything is visible."""
-        filled, one = min(decoding.filled or self.places, self.places), k_BGTD.shape[2] == 1
+        filled, one = min(decoding.reach or self.places, self.places), k_BGTD.shape[2] == 1
         # One new token takes a free place, or that of a token outside every window. Several new tokens in a window may
         # overwrite keys that the first of them still see, so they are written after they were used.
         apart = window == self.places and not one
@@ -107,6 +112,9 @@ class EigenstateCache:
         wide = torch.promote_types(dtype, torch.float32)
         self.state_BC = torch.zeros(batch, channels, dtype=wide, device=device)
 
+    def tensors(self) -> list[Tensor]:
+        return [self.state_BC, self.averaged_BSC]
+
 
 class Cache:
     """The caches of all layers, and how many positions of each row are filled."""
@@ -114,20 +122,64 @@ class Cache:
     def __init__(self, layers: list[LayerCache | EigenstateCache], batch: int, room: int, device: torch.device) -> None:
         self.layers = layers
         self.room = room
-        self.most = 0  # upper bound of the filled positions of the longest row
+        self.most = 0  # filled positions of every row, or at least those of the longest; 0 if only the device knows
         self.level = True  # all rows have the same length; set to False to join unequal rows, or to record a pass
+        self.kernels = False  # single tokens go through the kernels for decoding, which need rows that are not level
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.last_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # the last token of each row
+
+    def _tensors(self) -> list[Tensor]:
+        return [*(x for layer in self.layers for x in layer.tensors()), self.length_B, self.last_B1]
+
+    def rows(self, first: int, count: int, *, level: bool) -> "Cache":
+        """Some rows, sharing their memory; `level`: as rows to begin anew."""
+        part = copy.copy(self)
+        part.level, part.most = level, 0
+        part.length_B, part.last_B1 = self.length_B[first : first + count], self.last_B1[first : first + count]
+        part.layers = []
+        for layer in self.layers:
+            own = copy.copy(layer)
+            for name, x in vars(layer).items():
+                if isinstance(x, Tensor):
+                    setattr(own, name, x[first : first + count])
+            part.layers.append(own)
+        return part
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Begins all rows anew. Keys and values stay, unseen."""
+        for layer in self.layers:
+            if isinstance(layer, EigenstateCache):
+                layer.state_BC.zero_()
+                layer.averaged_BSC.zero_()
+        self.length_B.zero_()
+        self.most = 0
+
+    @torch.no_grad()
+    def start_at(self, position: int, before: int) -> None:
+        """All rows go on after `position` positions, of which the last holds the token `before`."""
+        self.most = position
+        self.length_B.fill_(position)
+        self.last_B1.fill_(before)
+
+    @torch.no_grad()
+    def swap(self, one: int, other: int) -> None:
+        """Exchanges two rows."""
+        for x in self._tensors():
+            kept = x[one].clone()
+            x[one] = x[other]
+            x[other] = kept
 
     def begin(self, length: int) -> Decoding:
         """For a pass over the next `length` positions."""
         steps_T = torch.arange(length, device=self.length_B.device)
         filled = self.most + length if self.level else None
-        return Decoding(self.length_B[:, None] + steps_T, fresh=self.most == 0, filled=filled)
+        reach = self.most + length if self.most else None
+        return Decoding(self.length_B[:, None] + steps_T, fresh=filled == length, filled=filled, reach=reach)
 
     def advance(self, tokens_BT: Tensor) -> None:
         """Moves on after a pass over these tokens."""
         length = tokens_BT.shape[1]
-        self.most += length
+        self.most += length if self.level else 0
         self.length_B += length
         self.last_B1.copy_(tokens_BT[:, -1:])

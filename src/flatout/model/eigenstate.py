@@ -116,6 +116,9 @@ class Eigenstate(nn.Module):
         if cache is not None and layout is not None:
             raise ValueError("packed documents are not decoded")
         do, narrow = shared.operations, own.narrow
+        advanced_BTC = do.advance_states(self, x_BTW, shared, own)
+        if advanced_BTC is not None:
+            return do.product(advanced_BTC, self.out, narrow.out)
         log_decay_K, phase_K = self.eigenvalues()
         scale_C, weight = _input_scale(log_decay_K), None
         if do.scales_weights(self.inward, narrow.qkv):

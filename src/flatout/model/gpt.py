@@ -27,7 +27,7 @@ from flatout.model.cache import Cache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.layers import Attention, Block, Embedding, Head, Positions, TokenTable, bigram_ids
-from flatout.model.narrow import ModelNarrow, NarrowBlock
+from flatout.model.narrow import ModelNarrow, NarrowBlock, NarrowWeights
 from flatout.model.operations import (
     Norm,
     Operations,
@@ -88,6 +88,7 @@ class GPT(nn.Module):
         # called before a pass in our kernels, with the type of its products; set by adapters
         self.freshen: Callable[[torch.dtype], Hashable] | None = None
         self.cacheable = True  # decoding may use a cache
+        self.copies = NarrowWeights()  # of weights, in the type of products, for decoding
 
     def use(self, execution: Execution) -> None:
         """Changes the execution; weights stay. Code compiled or recorded before must not be used any more."""
@@ -134,11 +135,13 @@ class GPT(nn.Module):
         layout: DocumentLayout | None = None,
     ) -> Tensor:
         """Logits [B, T, V] in at least fp32; `last`: [B, 1, V] of the last position. Reads and extends the cache."""
-        hidden_BTW = self.hidden(tokens_BT, cache, layout)
-        if last:
-            hidden_BTW = hidden_BTW[:, -1:]
+        do, stream = self._through_blocks(tokens_BT, cache, layout)
         with self._eager(decoding=True):
-            return self.head(hidden_BTW, self._table, self.execution)
+            whole = do.logits(stream, self.norm, self.head, self._table)
+            if whole is not None:
+                return whole
+            hidden_BTW = do.add_norm(stream, self.norm)[1].view(*tokens_BT.shape, -1)
+            return self.head(hidden_BTW[:, -1:] if last else hidden_BTW, self._table, self.execution)
 
     def hidden(
         self,
@@ -148,6 +151,17 @@ class GPT(nn.Module):
         window: int | None = None,
     ) -> Tensor:
         """The head's input at every position: [B, T, W]."""
+        do, stream = self._through_blocks(tokens_BT, cache, layout, window)
+        return do.add_norm(stream, self.norm)[1].view(*tokens_BT.shape, -1)
+
+    def _through_blocks(
+        self,
+        tokens_BT: Tensor,
+        cache: Cache | None = None,
+        layout: DocumentLayout | None = None,
+        window: int | None = None,
+    ) -> tuple[Operations, Stream]:
+        """The form of operations of this pass, and the stream after the last block."""
         shape, config = tokens_BT.shape, self.config
         last = shape[1] if layout is None else layout.reach
         if cache is not None:
@@ -156,7 +170,7 @@ class GPT(nn.Module):
                 raise ValueError(f"{last} positions do not fit a cache of {cache.room}")
         if last > config.context:
             raise ValueError(f"{last} positions do not fit the context of {config.context}")
-        do, all_narrow = self._begin(cache)
+        do, all_narrow = self._begin(cache, one=shape[1] == 1)
         tokens_BT, layout = do.arrange(tokens_BT, layout, config.context)
         decoding = None if cache is None else cache.begin(shape[1])
         places = slice(0, tokens_BT.shape[1]) if decoding is None else decoding.places
@@ -189,7 +203,7 @@ class GPT(nn.Module):
                 stream = self._recomputed(block, stream, shared, own)
         if cache is not None:
             cache.advance(tokens_BT)
-        return do.add_norm(stream, self.norm)[1].view(*shape, -1)
+        return do, stream
 
     def _bigrams(self, tokens_BT: Tensor, places: slice | Tensor, cache: Cache | None) -> Tensor:
         """Ids of pairs: each token with the one before it. At position 0 a text starts."""
@@ -198,12 +212,16 @@ class GPT(nn.Module):
         before_B1 = tokens_BT[:, :1] if cache is None else cache.last_B1
         return bigram_ids(tokens_BT, before_B1, places == 0, self.config.bigram_rows)
 
-    def _begin(self, cache: Cache | None) -> tuple[Operations, Sequence[NarrowBlock]]:
+    def _begin(self, cache: Cache | None, *, one: bool) -> tuple[Operations, Sequence[NarrowBlock]]:
         """The form of operations for this pass, and each block's weight copies in narrower types, up to date.
 
-        Decoding always uses torch's form.
+        With a cache it is torch's form, or for `one` token of every row that of the kernels for decoding.
         """
         how, nothing = self.execution, [NarrowBlock()] * len(self.blocks)
+        if cache is not None and cache.kernels and one:
+            from flatout.model.decode_operations import DecodeOperations
+
+            return DecodeOperations(how, product_type(self.embedding.weight), self.copies), nothing
         if how.kernels != "triton" or cache is not None:
             return Operations(how), nothing
         from flatout.model.kernel_operations import FrozenOperations, KernelOperations

@@ -138,16 +138,9 @@ class Attention(nn.Module):
         do, narrow = shared.operations, own.narrow
         gates = Gates(None if self.gates is None else self.gates.view(-1, self.gate_inputs), *self.gated)
         made = do.project_heads(h_BTW, self.qkv, self.heads, self.groups, narrow.qkv, gates)
-        qkv = (made.q_BHTD, made.k_BGTD, made.v_BGTD)
-        q_BHTD, k_BGTD, v_BGTD = do.prepare_heads(*qkv, self.norms, shared.turn)
-        if made.value_gates_BTG is not None:
-            v_BGTD = do.add_values(v_BGTD, made.value_gates_BTG, own.values)
-        y_BHTD = self._attend(q_BHTD, k_BGTD, v_BGTD, shared, own.cache)
-        if made.head_gates_BTH is not None:
-            y_BHTD = do.gate_heads(y_BHTD, made.head_gates_BTH)
-        return do.product(y_BHTD.transpose(1, 2).flatten(2), self.out, narrow.out)
+        return do.product(do.attention(self, made, shared, own), self.out, narrow.out)
 
-    def _attend(
+    def attend(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, shared: Shared, cache: LayerCache | None
     ) -> Tensor:
         how, qkv, window = shared.operations.execution, (q_BHTD, k_BGTD, v_BGTD), self.window_in(shared)

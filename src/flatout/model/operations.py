@@ -306,6 +306,21 @@ class Operations:
         biases = (None, None, None) if layer.bias is None else layer.bias.split(sizes)
         return tuple(F.linear(h_BTW, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
+    def attention(self, mixer: Any, made: Heads, shared: Shared, own: Own) -> Tensor:
+        """The heads' results side by side [B, T, H·D]. `mixer` is an `Attention`, which chooses the kernel."""
+        qkv = (made.q_BHTD, made.k_BGTD, made.v_BGTD)
+        q_BHTD, k_BGTD, v_BGTD = self.prepare_heads(*qkv, mixer.norms, shared.turn)
+        if made.value_gates_BTG is not None:
+            v_BGTD = self.add_values(v_BGTD, made.value_gates_BTG, own.values)
+        y_BHTD = mixer.attend(q_BHTD, k_BGTD, v_BGTD, shared, own.cache)
+        if made.head_gates_BTH is not None:
+            y_BHTD = self.gate_heads(y_BHTD, made.head_gates_BTH)
+        return y_BHTD.transpose(1, 2).flatten(2)
+
+    def advance_states(self, mixer: Any, h_BTW: Tensor, shared: Shared, own: Own) -> Tensor | None:
+        """The gated states of an `Eigenstate` in one operation; None if this form has no such operation."""
+        return None
+
     def add_values(self, v_BGTD: Tensor, gates_BTG: Tensor, values: Any) -> Tensor:
         """Attention's values plus gated rows of a table; `v_BGTD` may be overwritten."""
         rows_BGTD = values.to(v_BGTD.dtype).unflatten(-1, (v_BGTD.shape[1], -1)).transpose(1, 2)
@@ -354,6 +369,10 @@ class Operations:
         else:
             h = F.gelu(h, approximate="tanh")
         return Branch(down(h))
+
+    def logits(self, stream: Stream, norm: Norm, head: nn.Module, table_VW: Tensor | None) -> Tensor | None:
+        """Norm and head in one operation; None if this form has no such operation."""
+        return None
 
     def hand_on(self, stream: Stream) -> Stream:
         """The stream as the next block gets it: here with its branch added."""

@@ -1,0 +1,380 @@
+"""Text of many requests at once: rows of a cache, one pass for all live rows, and results one step late.
+
+Every live request has a row; live rows come first. A step gives each of them one token. On CUDA the whole step is one
+recorded graph, from the last token to the next, one for every power of two of rows. The host does not wait for a
+token: it reads those of a step while the next one runs, so a request that ends has one token more computed than it
+gets.
+
+Contract: a request's text depends on its prompt and its sampling only, in fp32 not on the requests beside it. With
+temperature 0 it is that of `uncached_tokens`. When the context is full, a request goes on from its second half
+(`slides`), or ends. Of a prompt longer than the context, the last `context` tokens are used. The global random state
+is not used, and the model's mode is put back by `close`.
+
+A row keeps the tokens of the request that had it. A prompt that begins with them, such as a chat's next turn, reads
+only what is new.
+"""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Generator, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.errors import CheckpointError
+from flatout.generation.sampling import Rules, Sampling, choose
+from flatout.model.cache import Cache, LayerCache
+from flatout.model.gpt import GPT
+from flatout.model.narrow import NarrowWeights
+from flatout.model.protocol import LanguageModel
+
+MOST_LOGPROBS = 20
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Request:
+    """A prompt, what to do with it, and what has come of it."""
+
+    ids: Sequence[int]
+    count: int  # tokens at most
+    sampling: Sampling = Sampling()
+    stops: Collection[int] = ()
+    slides: bool = True  # goes on when the context is full
+    logprobs: int | None = None  # of the token and of this many likeliest ones
+    made: list[int] = dataclasses.field(default_factory=list)
+    # of each token: its own, and those of the likeliest
+    probabilities: list[tuple[float, dict[int, float]]] = dataclasses.field(default_factory=list)
+    ended: str | None = None  # stop, length, cancelled, broken
+    sent: int = 0  # tokens that were asked of the device
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """Tokens of one step on their way to the host."""
+
+    found: list[Tensor]  # tokens; and their log-probabilities, the likeliest ones' and the ids of those
+    requests: list[Request]
+    done: torch.cuda.Event | None  # None where they are there
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+    """A live request in a row of the cache."""
+
+    request: Request
+    start: int  # place of the row's first token in the request's text
+    filled: int  # positions
+
+
+class Engine:
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        rows: int = 1,
+        room: int | None = None,
+        vocab: int | None = None,
+        penalties: bool = False,
+        kernels: bool = False,
+        scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """`room`: positions of a row, at most the context. `vocab`: ids below it are sampled.
+
+        `kernels`: those for decoding, in recorded graphs. `scope`: the arithmetic of every pass.
+        """
+        self.model, self.kernels, self.scope, self.vocab = model, kernels, scope, vocab
+        self.device = model.embedding.weight.device
+        self.was_training = model.training
+        model.eval()
+        with torch.inference_mode(), scope():
+            self.cache = model.empty_cache(rows, room)
+            self.tokens_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
+            self.rules = Rules.room(rows, self.device, (vocab or model.vocab) if penalties else None)
+        self.cache.kernels = kernels
+        self.draws = self.device.type == "cuda" and find_spec("triton") is not None
+        self.rows, self.room = rows, self.cache.room
+        self.live: list[_Row] = []
+        self.waiting: collections.deque[Request] = collections.deque()
+        self.kept: list[list[int]] = [[] for _ in range(rows)]  # tokens in the cache, of rows that are not live
+        self.results: collections.deque[_Result] = collections.deque()
+        self.graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        layers = self.cache.layers
+        self.rewinds = all(isinstance(layer, LayerCache) and layer.places == self.room for layer in layers)
+
+    def close(self) -> None:
+        """Puts the model's mode back and frees what was made for decoding."""
+        self.graphs.clear()
+        self.model.copies = NarrowWeights()
+        self.model.train(self.was_training)
+
+    def add(self, request: Request) -> Request:
+        if not request.ids:
+            raise ValueError("the prompt needs at least one token")
+        if request.count > 0:
+            self.waiting.append(request)
+        else:
+            request.ended = "length"
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request, whose row is free for others from the next step on."""
+        request.ended = request.ended or "cancelled"
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.live or self.results)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Gives every live request one token more, and reads the tokens of the step before."""
+        with self.scope():
+            for row in [row for row in self.live if row.request.ended or row.request.sent >= row.request.count]:
+                self._release(row)
+            while self.waiting and len(self.live) < self.rows:
+                self._admit(self.waiting.popleft())
+            for row in [row for row in self.live if row.filled >= self.room]:
+                self._go_on(row)
+            launched = [row for row in self.live if row.request.sent < row.request.count]
+            if launched:
+                self._launch()
+        while len(self.results) > (1 if launched else 0):
+            self._read()
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _admit(self, request: Request) -> None:
+        """Reads the prompt into a row; its first token comes with it."""
+        start = max(0, len(request.ids) - self.room)
+        ids = list(request.ids[start:])
+        place = len(self.live)
+        found, shared = max(
+            ((row, self._shared(self.kept[row], ids)) for row in range(place, self.rows)), key=lambda pair: pair[1]
+        )
+        self._swap(place, found)
+        row = _Row(request, start, 0)
+        self.live.append(row)
+        self._begin(row, ids, shared)
+
+    def _shared(self, kept: list[int], ids: list[int]) -> int:
+        """How many first tokens of `ids` need not be read again; at least one is, whose logits are needed."""
+        most = min(len(kept), len(ids) - 1)
+        same = next((place for place in range(most) if kept[place] != ids[place]), most)
+        return same if self.rewinds or same == len(kept) else 0
+
+    def _begin(self, row: _Row, ids: list[int], shared: int = 0) -> None:
+        place, request = self.live.index(row), row.request
+        part = self.cache.rows(place, 1, level=True)
+        part.clear()
+        part.start_at(shared, ids[shared - 1] if shared else 0)
+        tokens_BT = torch.tensor([ids[shared:]], device=self.device)
+        logits_BV = self.model.logits(tokens_BT, part, last=True)[:, -1, : self.vocab]
+        row.filled = len(ids)
+        self.rules.assign(place, request.sampling, len(request.made), [*request.ids, *request.made])
+        choose(logits_BV, self.rules.rows(place, 1), self.tokens_B1[place : place + 1, 0], kernels=self.draws)
+        self._send([row], self.tokens_B1[place : place + 1, 0], logits_BV)
+
+    def _go_on(self, row: _Row) -> None:
+        """A row that is full: from the second half of its text, or not at all."""
+        while self.results:
+            self._read()
+        request = row.request
+        if request.ended or not request.slides:
+            request.ended = request.ended or "length"
+            self._release(row)
+            return
+        text = [*request.ids, *request.made]
+        row.start = len(text) - max(1, self.room // 2)
+        self._begin(row, text[row.start :])
+
+    def _release(self, row: _Row) -> None:
+        """Frees the row; the last live one takes its place."""
+        place, last = self.live.index(row), len(self.live) - 1
+        text = [*row.request.ids, *row.request.made]
+        self._swap(place, last)
+        self.live[place] = self.live[last]
+        self.live.pop()
+        self.kept[last] = text[row.start : row.start + row.filled]
+
+    def _swap(self, one: int, other: int) -> None:
+        if one != other:
+            self.cache.swap(one, other)
+            self.kept[one], self.kept[other] = self.kept[other], self.kept[one]
+            for x in (self.tokens_B1, self.rules.floats_B4, self.rules.whole_B3, self.rules.seen_BV):
+                if x is not None:
+                    x[[one, other]] = x[[other, one]]
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        count = len(self.live)
+        if self.kernels:
+            rows = min(self.rows, 1 << (count - 1).bit_length())
+            if rows not in self.graphs:
+                self.graphs[rows] = self._recorded(rows)
+            replay, logits_BV = self.graphs[rows]
+            replay()
+            for other in range(count, rows):  # a recorded pass moves on in rows that are not live, too
+                self.kept[other] = self.kept[other] if self.rewinds else []
+        else:
+            logits_BV = self._pass(count)
+        for row in self.live:
+            row.filled += 1
+        self._send(self.live, self.tokens_B1[:count, 0], logits_BV[:count])
+
+    def _pass(self, count: int) -> Tensor:
+        """One token more in the first rows, in `tokens_B1`; returns the logits it was drawn from."""
+        part = self.cache.rows(0, count, level=False)
+        if count == 1 and not self.kernels:  # the host knows the length: attention reads no more than that
+            part.level, part.most = True, self.live[0].filled
+        elif not self.kernels:
+            part.most = max(row.filled for row in self.live)
+        else:
+            part.length_B.clamp_(max=self.room - 1)  # of rows that are not live
+        tokens_B1 = self.tokens_B1[:count]
+        logits_BV = self.model.logits(tokens_B1.clamp(min=0), part, last=True)[:, -1, : self.vocab]
+        choose(logits_BV, self.rules.rows(0, count), tokens_B1[:, 0], kernels=self.draws)
+        return logits_BV
+
+    def _recorded(self, rows: int) -> tuple[Callable[[], None], Tensor]:
+        """A recorded pass. The trial run before it compiles the kernels; what it writes is put back."""
+        changed = [self.tokens_B1, self.rules.whole_B3, self.cache.length_B, self.cache.last_B1]
+        changed += [x for layer in self.cache.layers if not isinstance(layer, LayerCache) for x in layer.tensors()]
+        changed += [] if self.rules.seen_BV is None else [self.rules.seen_BV]
+        before = [x.clone() for x in changed]
+        self._pass(rows)
+        for x, kept in zip(changed, before, strict=True):
+            x.copy_(kept)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits_BV = self._pass(rows)
+        return graph.replay, logits_BV
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _send(self, rows: Sequence[_Row], tokens_B: Tensor, logits_BV: Tensor) -> None:
+        """Sends the tokens of these rows to the host, without waiting for them."""
+        requests = [row.request for row in rows]
+        for request in requests:
+            request.sent += 1
+        found = [tokens_B]
+        if any(request.logprobs is not None for request in requests):
+            log_BV = torch.log_softmax(logits_BV.float(), dim=-1)
+            likeliest = log_BV.topk(min(MOST_LOGPROBS, log_BV.shape[1]), dim=-1)
+            found += [log_BV.gather(1, tokens_B.clamp(min=0)[:, None]), *likeliest]
+        if self.device.type != "cuda":
+            self.results.append(_Result([x.clone() for x in found], requests, None))
+            return
+        there = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in found]
+        for target, x in zip(there, found, strict=True):
+            target.copy_(x, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self.results.append(_Result(there, requests, done))
+
+    def _read(self) -> None:
+        """Takes the oldest tokens that were sent."""
+        result = self.results.popleft()
+        if result.done is not None:
+            result.done.synchronize()
+        tokens, *more = [x.tolist() for x in result.found]
+        for place, request in enumerate(result.requests):
+            token = tokens[place]
+            if request.ended:
+                continue
+            if token < 0:
+                request.ended = "broken"
+                continue
+            request.made.append(token)
+            if request.logprobs is not None:
+                (own,), values, ids = (part[place] for part in more)
+                likeliest = dict(zip(ids[: request.logprobs], values[: request.logprobs], strict=True))
+                request.probabilities.append((own, likeliest))
+            if token in request.stops:
+                request.ended = "stop"
+            elif len(request.made) >= request.count:
+                request.ended = "length"
+
+
+def no_probabilities() -> CheckpointError:
+    return CheckpointError(
+        "the model gives no probabilities: its logits are not finite",
+        "its weights are infinite, NaN or too large: name another checkpoint",
+    )
+
+
+def generate_tokens(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    *,
+    count: int,
+    sampling: Sampling = Sampling(),
+    stops: Collection[int] = (),
+    vocab: int | None = None,
+    kernels: bool = False,
+    cached: bool = True,
+    scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Generator[int]:
+    """Yields up to `count` token ids after `prompt`; stops after a token in `stops`. Restores the model's mode.
+
+    Models that are no decoder of ours have no cache.
+    """
+    if not (cached and isinstance(model, GPT) and model.cacheable):
+        yield from uncached_tokens(model, prompt, count=count, sampling=sampling, stops=stops, vocab=vocab)
+        return
+    room = min(model.config.context, len(prompt) + count)
+    penalties = sampling.repetition_penalty != 1.0
+    engine = Engine(model, room=room, vocab=vocab, kernels=kernels, penalties=penalties, scope=scope)
+    try:
+        request = engine.add(Request(ids=list(prompt), count=count, sampling=sampling, stops=stops))
+        given = 0
+        while engine.busy:
+            engine.step()
+            yield from request.made[given:]
+            given = len(request.made)
+        if request.ended == "broken":
+            raise no_probabilities()
+    finally:
+        engine.close()
+
+
+def uncached_tokens(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    *,
+    count: int,
+    sampling: Sampling = Sampling(),
+    stops: Collection[int] = (),
+    vocab: int | None = None,
+) -> Generator[int]:
+    """As `generate_tokens`, with a pass over the whole text for every token: the reference of the engine."""
+    if not prompt:
+        raise ValueError("the prompt needs at least one token")
+    device = next(model.parameters()).device
+    context, text = model.config.context, list(prompt)
+    start = max(0, len(text) - context)
+    token_B = torch.zeros(1, dtype=torch.int64, device=device)
+    rules = Rules.room(1, device, (vocab or model.vocab) if sampling.repetition_penalty != 1.0 else None)
+    rules.assign(0, sampling, 0, text)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(count):
+            if len(text) - start > context:  # full: continue with the second half
+                start = len(text) - max(1, context // 2)
+            with torch.inference_mode():
+                choose(model.logits(torch.tensor([text[start:]], device=device), last=True)[:, -1, :vocab], rules, token_B)
+            token = int(token_B)
+            if token < 0:
+                raise no_probabilities()
+            text.append(token)
+            yield token
+            if token in stops:
+                return
+    finally:
+        model.train(was_training)

@@ -1,0 +1,95 @@
+"""The kernels for decoding against the plain pass over the whole text, and the draw of a token against torch's form."""
+
+import pytest
+import torch
+
+from flatout.config.schema import ModelConfig
+from flatout.generation.engine import Engine, uncached_tokens
+from flatout.generation.sampling import Rules, Sampling, choose
+from flatout.model.gpt import GPT, build_model
+from tests.unit.test_generate import KINDS, requests
+
+VOCAB = 61
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OTHERS = {
+    "learned positions": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "qk_norm": False},
+    "scaled": {"family": "gpt", "head_size": 6, "qkv_bias": True, "rope_scaling": "llama3", "rope_original_context": 8},
+    "residual scale": {"family": "gpt", "residual_scale": 0.3, "mlp": "gelu"},
+}
+
+
+def lively(kind: dict, device: str) -> GPT:
+    model = build_model(ModelConfig(layers=2, width=32, heads=4, context=24, **kind), VOCAB, seed=5)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.to(device).eval()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+@torch.inference_mode()
+def test_logits_are_those_of_the_whole_text(kind, device):
+    model = lively((KINDS | OTHERS)[kind], device)
+    texts = [[1, 2, 3], [4], list(range(5, 14))]
+    cache, now = model.empty_cache(len(texts)), []
+    for row, text in enumerate(texts):
+        part = cache.rows(row, 1, level=True)
+        part.clear()
+        now.append(model.logits(torch.tensor([text], device=device), part, last=True)[0, 0].argmax())
+    cache.kernels = True
+    for rows in (3, 1):
+        tokens_B1 = torch.stack(now[:rows])[:, None]
+        found = model.logits(tokens_B1, cache.rows(0, rows, level=False), last=True)[:, 0]
+        for row in range(rows):
+            texts[row].append(int(now[row]))
+            expected = model.logits(torch.tensor([texts[row]], device=device), last=True)[0, 0]
+            torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+        now = list(found.argmax(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_steps_give_the_texts_of_the_plain_pass(kind):
+    model = lively(KINDS[kind], "cuda")
+    engine, waiting = Engine(model, rows=4, penalties=True, kernels=True), requests(12)
+    made = [engine.add(one) for one in waiting]
+    while engine.busy:
+        engine.step()
+    for one in made:
+        assert one.made == list(uncached_tokens(model, one.ids, count=one.count, sampling=one.sampling)), one
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("at_once", [16, 16_384])
+def test_the_kernel_draws_what_torch_draws(device, at_once, monkeypatch):
+    sample = pytest.importorskip("flatout.ops.kernels.sample")
+    monkeypatch.setattr(sample, "_MOST", at_once)
+    rows = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=1.0, seed=5),
+        Sampling(temperature=0.7, top_k=5, seed=-3),
+        Sampling(temperature=1.2, top_p=0.6, seed=2**40 + 7),
+        Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.02, seed=9),
+        Sampling(temperature=1.0, repetition_penalty=1.7),
+        Sampling(temperature=1e-30, seed=3),
+        Sampling(temperature=0.9, top_p=0.0),
+    ]
+    both = []
+    for _ in range(2):
+        rules = Rules.room(len(rows), torch.device(device), VOCAB)
+        for row, one in enumerate(rows):
+            rules.assign(row, one, 3, [1, 2, 3])
+        both.append((rules, torch.zeros(len(rows), dtype=torch.int64, device=device)))
+    generator = torch.Generator().manual_seed(0)
+    (plain, tokens_B), (ours, drawn_B) = both
+    for last in (False, False, True):
+        logits_BV = 3 * torch.randn(len(rows), VOCAB, generator=generator).to(device)
+        if last:
+            logits_BV[0, 3], logits_BV[1, 5], logits_BV[2] = torch.inf, torch.nan, -torch.inf
+        choose(logits_BV, plain, tokens_B)
+        choose(logits_BV, ours, drawn_B, kernels=True)
+        assert drawn_B.tolist() == tokens_B.tolist()
+        assert torch.equal(plain.whole_B3, ours.whole_B3)
+        assert tokens_B[:3].tolist() == [-1, -1, -1] or not last

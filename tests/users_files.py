@@ -410,7 +410,10 @@ def judge(room: Room, before: Disk, after: Disk, outcome: Outcome) -> list[str]:
         wrong.append(said)
     if outcome.refused and not wrong:
         left = differences(before, after)
-        datasets = [path for path in after.keys() - before.keys() if f"{path}/manifest.json" in after]
+        # What `--overwrite` names may be prepared anew; any other dataset has to be new.
+        may_exist = outcome.words[0] == "prepare" and "--overwrite" in outcome.words
+        new = after.keys() if may_exist else after.keys() - before.keys()
+        datasets = [path for path in new if f"{path}/manifest.json" in after]
         if left and all(_in_one_of(line, datasets) for line in left):
             return [PREPARED]
         wrong += [f"refused with {outcome.code}, but {line}" for line in left]

@@ -113,7 +113,7 @@ class EigenstateCache:
         self.state_BC = torch.zeros(batch, channels, dtype=wide, device=device)
 
     def tensors(self) -> list[Tensor]:
-        return [self.state_BC, self.averaged_BSC]
+        return [self.state_BC]
 
 
 class Cache:

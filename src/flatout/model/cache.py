@@ -151,7 +151,6 @@ class Cache:
         for layer in self.layers:
             if isinstance(layer, EigenstateCache):
                 layer.state_BC.zero_()
-                layer.averaged_BSC.zero_()
         self.length_B.zero_()
         self.most = 0
 

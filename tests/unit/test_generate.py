@@ -179,7 +179,8 @@ def test_a_text_does_not_depend_on_its_neighbours(kind):
     for one in made:
         assert one.made == list(uncached_tokens(model, one.ids, count=one.count, sampling=one.sampling)), one
     # A chat's next turn finds the row that has its beginning.
-    turn = engine.add(Request(ids=[*made[-1].ids, *made[-1].made][-12:] + [5], count=6, sampling=GREEDY))
+    text = [*made[-1].ids, *made[-1].made]
+    turn = engine.add(Request(ids=[*text[-12:], 5], count=6, sampling=GREEDY))
     while engine.busy:
         engine.step()
     assert turn.made == list(uncached_tokens(model, turn.ids, count=6, sampling=GREEDY))

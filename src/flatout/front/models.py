@@ -58,10 +58,10 @@ from flatout.model.merge import Retention
 from flatout.model.merge import merge as merge_adapters
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
+from flatout.resolve.case import Probes, no_triton
 from flatout.resolve.checks import way_to_export
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.opening import DataSource, samples_folder
-from flatout.resolve.case import Probes, no_triton
 from flatout.resolve.switches import scan_for
 from flatout.shown import ShortlyShown, Shown
 

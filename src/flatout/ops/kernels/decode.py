@@ -62,7 +62,7 @@ def _normed(
     if MIXED:
         first = tl.load(first_ptr + at, inside, 0.0).to(tl.float32)
         x = tl.load(mix_ptr).to(tl.float32) * x + tl.load(mix_ptr + 1).to(tl.float32) * first
-    if BRANCH or MIXED:
+    if BRANCH or MIXED:  # noqa: SIM102 - known when it is compiled
         if first_program:
             tl.store(new_ptr + at, x, inside)
     if CENTRED:
@@ -76,7 +76,7 @@ def _combined(
     parts_ptr, sums_ptr, gates_ptr, row, k, gate_stride, gate_start,
     K: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """A row of attention's result [BLOCK] from those of its parts: each has its largest score and its sum of weights."""
+    """A row of attention's result [BLOCK], from parts with their largest scores and sums of weights."""
     inside = k < K
     head = row.to(tl.int64) * (K // D) + k // D
     top = tl.full(k.shape, -float("inf"), tl.float32)
@@ -96,9 +96,7 @@ def _combined(
 
 
 @triton.jit
-def _store_gates(
-    h, weight_ptr, gates_ptr, row, k, count, stride, INPUTS: tl.constexpr, COUNT: tl.constexpr
-):
+def _store_gates(h, weight_ptr, gates_ptr, row, k, count, stride, INPUTS: tl.constexpr, COUNT: tl.constexpr):
     """2·sigmoid of products with the first channels of a normed row."""
     gate = tl.arange(0, COUNT)
     mask = (gate < count)[:, None] & (k < INPUTS)[None, :]
@@ -166,7 +164,7 @@ def _of_one_row(
     else:
         h = tl.load(x_ptr + row * K + k, k < K, 0.0).to(tl.float32)
     h = h.to(TYPE).to(tl.float32)
-    if GATES > 0:
+    if GATES > 0:  # noqa: SIM102 - known when it is compiled
         if tl.program_id(0) == 0:
             _store_gates(h, gate_weight_ptr, gates_ptr, row, k, counted, gate_stride, GATE_INPUTS, GATES)
     total = tl.sum(w.to(tl.float32) * h[None, :], 1)
@@ -239,9 +237,7 @@ def _settle(
         h = _combined(parts_ptr, sums_ptr, gates_ptr, row, k, gate_stride, gate_start, K, D, PARTS, GATED)
     h = h.to(h_ptr.dtype.element_ty)
     if GATES > 0:
-        _store_gates(
-            h.to(tl.float32), gate_weight_ptr, gates_ptr, row, k, counted, gate_stride, GATE_INPUTS, GATES
-        )
+        _store_gates(h.to(tl.float32), gate_weight_ptr, gates_ptr, row, k, counted, gate_stride, GATE_INPUTS, GATES)
     tl.store(h_ptr + row.to(tl.int64) * K + k, h, k < K)
 
 

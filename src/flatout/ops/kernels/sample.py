@@ -77,7 +77,8 @@ def _sample(
                 one, two, three = _value(low + size), _value(low + 2 * size), _value(low + 3 * size)
                 first, second, third = 0, 0, 0
                 for start in range(0, vocab, BLOCK):
-                    x = (_read(logits_ptr, seen_ptr, start + id, start + id < vocab, penalty, SEEN) - best) / temperature
+                    at = start + id
+                    x = (_read(logits_ptr, seen_ptr, at, at < vocab, penalty, SEEN) - best) / temperature
                     first += tl.sum((x >= one).to(tl.int32), 0)
                     second += tl.sum((x >= two).to(tl.int32), 0)
                     third += tl.sum((x >= three).to(tl.int32), 0)
@@ -98,13 +99,14 @@ def _sample(
                 three = tl.maximum(_value(low + 3 * size), lowest)
                 first, second, third = 0.0, 0.0, 0.0
                 for start in range(0, vocab, BLOCK):
-                    x = (_read(logits_ptr, seen_ptr, start + id, start + id < vocab, penalty, SEEN) - best) / temperature
+                    at = start + id
+                    x = (_read(logits_ptr, seen_ptr, at, at < vocab, penalty, SEEN) - best) / temperature
                     mass = tl.exp(x)
                     first += tl.sum(tl.where(x >= one, mass, 0.0), 0)
                     second += tl.sum(tl.where(x >= two, mass, 0.0), 0)
                     third += tl.sum(tl.where(x >= three, mass, 0.0), 0)
-                reached = (first >= wanted).to(tl.int64) + (second >= wanted).to(tl.int64) + (third >= wanted).to(tl.int64)
-                low += reached * size
+                reached = (first >= wanted).to(tl.int64) + (second >= wanted).to(tl.int64)
+                low += (reached + (third >= wanted).to(tl.int64)) * size
                 size = (size + 3) // 4
             lowest = tl.maximum(lowest, _value(low))
         lowest = tl.minimum(lowest, 0.0)
@@ -135,5 +137,6 @@ def sample(logits_BV: Tensor, floats_B4: Tensor, whole_B3: Tensor, seen_BV: Tens
     seen = tokens_B if seen_BV is None else seen_BV.view(torch.uint8)
     _sample[(rows,)](
         logits_BV, floats_B4, whole_B3, seen, tokens_B, vocab, logits_BV.stride(0), seen.stride(0),
-        SEEN=seen_BV is not None, BLOCK=block, EARLY=early, num_warps=32 if block > 8192 else 8 if block > 1024 else 4, **({"launch_pdl": True} if early else {}),
+        SEEN=seen_BV is not None, BLOCK=block, EARLY=early, num_warps=32 if block > 8192 else 8 if block > 1024 else 4,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -75,9 +75,9 @@ def _sample(
 
     each = tl.arange(0, CHUNKS)
     of_chunk, alive = (row * chunks + each) * 2, each < chunks
-    best, first = tl.max(tl.load(ends_ptr + of_chunk, alive, -float("inf")), 0, return_indices=True)
+    best, winner = tl.max(tl.load(ends_ptr + of_chunk, alive, -float("inf")), 0, return_indices=True)
     least = tl.min(tl.load(ends_ptr + of_chunk + 1, alive, float("inf")), 0)
-    token = tl.load(found_ptr + (row * chunks + first) * 2)
+    token = tl.load(found_ptr + (row * chunks + winner) * 2)
     broken = tl.sum(tl.load(found_ptr + of_chunk + 1, alive, 0), 0)
 
     if temperature > 0.0:

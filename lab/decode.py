@@ -69,8 +69,7 @@ def ours(case: str, rows: int, asked: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02)
-    if asked.int8:
-        narrow_linears(model)
+    narrow_linears(model, "int8" if asked.int8 else "bf16")
     read = sum(
         x.nbytes
         for x in [*model.blocks.parameters(), (model.head.weight if not config.tied else model.embedding.weight)]

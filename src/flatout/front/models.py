@@ -47,6 +47,7 @@ from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.files import disk_errors
 from flatout.generation.engine import generate_tokens
+from flatout.generation.pieces import Pieces
 from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
@@ -58,10 +59,10 @@ from flatout.model.merge import Retention
 from flatout.model.merge import merge as merge_adapters
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
+from flatout.resolve.case import Probes, no_triton
 from flatout.resolve.checks import way_to_export
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.opening import DataSource, samples_folder
-from flatout.resolve.case import Probes, no_triton
 from flatout.resolve.switches import scan_for
 from flatout.shown import ShortlyShown, Shown
 
@@ -392,23 +393,14 @@ def chat(
 
 
 def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stops: Collection[int]) -> Iterator[str]:
-    """Text as it becomes whole. A character of several tokens waits for its last one.
-
-    Only the tokens since the piece before the last are decoded again, so long outputs cost no more per token than
-    short ones; the piece before is kept for tokenizers that write a space differently at the start of a text.
-    """
-    ids: list[int] = []
-    piece, fresh = 0, 0  # where the last piece began, and where it ended
+    """Text as it becomes whole."""
+    pieces = Pieces(tokenizer)
     for token in tokens:
         if token in stops:
             break
-        ids.append(token)
-        before, now = tokenizer.decode(ids[piece:fresh]), tokenizer.decode(ids[piece:])
-        if len(now) > len(before) and not now.endswith("\ufffd"):
-            yield now[len(before) :]
-            piece, fresh = fresh, len(ids)
-    rest = tokenizer.decode(ids[piece:])[len(tokenizer.decode(ids[piece:fresh])) :]
-    if rest:
+        if piece := pieces.add(token):
+            yield piece
+    if rest := pieces.rest():
         yield rest
 
 

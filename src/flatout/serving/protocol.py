@@ -5,6 +5,7 @@ Its own way of ending is replaced too: a signal only tells the caller, who lets 
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
@@ -30,6 +31,8 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        # asyncio does it for sockets whose protocol is named, which an inherited listener's is not
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
         self._watch_head()

@@ -388,11 +388,7 @@ def test_generation_ends_at_each_stop(words):
     loaded = api.load_model("base", device="cpu")
     free = list(generate_tokens(loaded.model, [5], count=30, sampling=Sampling(temperature=1.0, seed=3)))
     for stop in {free[4], free[9]}:
-        cut = list(
-            generate_tokens(
-                loaded.model, [5], count=30, sampling=Sampling(temperature=1.0, seed=3), stops=(10**6, stop)
-            )
-        )
+        cut = list(generate_tokens(loaded.model, [5], count=30, sampling=Sampling(temperature=1.0, seed=3), stops=(10**6, stop)))
         assert cut == free[: free.index(stop) + 1]
 
 

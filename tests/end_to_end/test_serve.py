@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 import flatout
 from flatout.config.load import load_config
 from flatout.serving import app, protocol
-from flatout.serving.app import Limits, Service, application
+from flatout.serving.app import Service, application
 from flatout.serving.link import EngineLink
 from tests.called import call
 from tests.chat_models import write_chat_model
@@ -412,7 +412,8 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, Service]]:
     for module, name in ((protocol, "HEAD_SECONDS"), (app, "BODY_SECONDS")):
         monkeypatch.setattr(module, name, 0.3)
     monkeypatch.setattr(EngineLink, "_send", lambda link, message: None)
-    service = Service(EngineLink(), {"model": "m", "context": 8, "rows": 1, "chat": False}, Limits(1, 0.3))
+    model = {"model": "m", "context": 8, "rows": 1, "chat": False}
+    service = Service(EngineLink(), model, queue=1, seconds=0.3)
     made: uvicorn.Server = protocol.server_of(application(service, hosts=frozenset(["localhost"]), key=""), [].append)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: made.run([listener]))

@@ -47,7 +47,7 @@ from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.files import disk_errors
 from flatout.generation.engine import generate_tokens
-from flatout.generation.pieces import Pieces
+from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
@@ -394,7 +394,7 @@ def chat(
 
 def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stops: Collection[int]) -> Iterator[str]:
     """Text as it becomes whole."""
-    pieces = Pieces(tokenizer)
+    pieces = TextPieces(tokenizer)
     for token in tokens:
         if token in stops:
             break

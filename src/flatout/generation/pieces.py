@@ -8,7 +8,7 @@ _MOST_HELD = 16  # tokens; a character has at most four bytes, so what is not wh
 
 
 @final
-class Pieces:
+class TextPieces:
     """Text as it becomes whole. A character of several tokens waits for its last one.
 
     Only the tokens since the piece before the last are decoded again, so long outputs cost no more per token than

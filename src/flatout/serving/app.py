@@ -47,12 +47,6 @@ _HEADERS = {
 _STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    queue: int  # texts that may wait
-    seconds: float  # of a request
-
-
 @dataclasses.dataclass
 class Histogram:
     name: str
@@ -83,8 +77,9 @@ def _heading(name: str, kind: str, about: str) -> list[str]:
 class Service:
     """The model that is served, what is open, and what has been counted."""
 
-    def __init__(self, link: EngineLink, model: Mapping[str, Any], limits: Limits) -> None:
-        self.link, self.model, self.limits = link, model, limits
+    def __init__(self, link: EngineLink, model: Mapping[str, Any], *, queue: int, seconds: float) -> None:
+        """`model` is what the link said at its start; `queue` texts may wait, `seconds` are the most for a request."""
+        self.link, self.model, self.queue, self.seconds = link, model, queue, seconds
         self.created = int(time.time())
         self.texts = 0  # open
         self.draining = False
@@ -98,7 +93,7 @@ class Service:
         if asked.model not in (None, self.model["model"]):
             message = f"there is no model {asked.model[:100]!r} here; this server has {self.model['model']!r}"
             raise Refused(message, "model", "model_not_found", status=404)
-        room = self.model["rows"] + self.limits.queue
+        room = self.model["rows"] + self.queue
         if asked.texts > room:
             raise Refused(f"{asked.texts} texts in one request; this server takes {room}", "n")
         if self.texts + asked.texts > room:
@@ -120,7 +115,7 @@ class Service:
             ("texts_waiting", "gauge", "Texts that wait for a row.", self.link.stats.get("waiting", 0)),
             ("texts_open", "gauge", "Texts of requests that are not answered yet.", self.texts),
             ("rows", "gauge", "Texts that are decoded together at most.", self.model["rows"]),
-            ("queue", "gauge", "Texts that may wait.", self.limits.queue),
+            ("queue", "gauge", "Texts that may wait.", self.queue),
             ("prompt_tokens_total", "counter", "Tokens of prompts.", self.link.stats.get("prompt_tokens", 0)),
             ("generated_tokens_total", "counter", "Tokens made.", self.link.stats.get("generated_tokens", 0)),
             ("cancelled_total", "counter", "Requests whose client went away.", self.cancelled),
@@ -136,7 +131,7 @@ class Service:
 
 
 @final
-class Answer(Response):
+class Completion(Response):
     """The answer to a request for text, whole or as a stream."""
 
     def __init__(self, service: Service, asked: Asked) -> None:
@@ -161,7 +156,7 @@ class Answer(Response):
         work = asyncio.ensure_future(self._write(events, scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({work, gone}, timeout=service.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, gone}, timeout=service.seconds, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
                 return
@@ -169,7 +164,7 @@ class Answer(Response):
             if gone.done():
                 service.cancelled += 1
                 return
-            late = f"the request took more than {service.limits.seconds:g} seconds"
+            late = f"the request took more than {service.seconds:g} seconds"
             await self._fail(Refused(late, None, "timeout", status=408, headers={"X-Should-Retry": "false"}), send)
         finally:
             service.link.close_job(id)
@@ -299,7 +294,7 @@ def application(service: Service, *, hosts: frozenset[str] | None, key: str) -> 
 
     async def text(request: Request) -> Response:
         service.check_open()
-        return Answer(service, read_request(await _body(request), chat="chat" in request.url.path))
+        return Completion(service, read_request(await _body(request), chat="chat" in request.url.path))
 
     async def models(request: Request) -> Response:
         return _as_json({"object": "list", "data": [service.described()]})

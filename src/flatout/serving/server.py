@@ -81,12 +81,12 @@ async def _serve(
     drain: float,
     key: str,
 ) -> None:
-    from flatout.serving.app import Limits, Service, application
+    from flatout.serving.app import Service, application
     from flatout.serving.protocol import server_of
 
     link = EngineLink()
     try:
-        service = Service(link, await link.start(asked), Limits(queue, seconds))
+        service = Service(link, await link.start(asked), queue=queue, seconds=seconds)
         shown = f"[{host}]" if ":" in host else host
         everywhere = host in ("0.0.0.0", "::")
         hosts = None if everywhere else frozenset([*_LOOPBACK, shown.lower()])

@@ -25,7 +25,7 @@ from flatout.device import Device
 from flatout.errors import UsageError, UserError
 from flatout.front.models import LoadedModel, chat_prompt, load_model, template_of
 from flatout.generation.engine import Engine, Request, no_probabilities
-from flatout.generation.pieces import Pieces
+from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
 from flatout.host import host_memory
 from flatout.model.gpt import GPT
@@ -60,7 +60,7 @@ class Text:
 
     def __init__(self, id: str, choice: int, request: Request, stops: list[str], loaded: LoadedModel) -> None:
         self.id, self.choice, self.request, self.stops = id, choice, request, stops
-        self.tokenizer, self.pieces = loaded.tokenizer, Pieces(loaded.tokenizer)
+        self.tokenizer, self.pieces = loaded.tokenizer, TextPieces(loaded.tokenizer)
         self.read = 0  # tokens
         self.held = ""  # text that may still become a stop string, or waits for the next event
         self.given = 0  # characters
@@ -116,7 +116,7 @@ class Text:
         return self.tokenizer.decode([id]) if id < self.tokenizer.vocab else ""
 
 
-class Worker:
+class Decoder:
     def __init__(self, loaded: LoadedModel, rows: int | None, send: Callable[[dict[str, Any]], None]) -> None:
         if loaded.from_python or not isinstance(loaded.model, GPT):
             raise UsageError(
@@ -286,7 +286,7 @@ def main() -> int:
     try:
         model = None if asked["model"] is None else Path(asked["model"])
         loaded = load_model(model, device=asked["device"], best=asked["best"], base=asked["base"])
-        worker = Worker(loaded, asked["rows"], send)
+        decoder = Decoder(loaded, asked["rows"], send)
     except UserError as error:
         send({"failed": [error.message, error.hint, error.exit_code]})
         return error.exit_code
@@ -294,14 +294,14 @@ def main() -> int:
     def read() -> None:
         try:
             for line in sys.stdin.buffer:
-                worker.receive(json.loads(line))
+                decoder.receive(json.loads(line))
         finally:
-            worker.inbox.put(None)
+            decoder.inbox.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    send({"ready": worker.describe()})
+    send({"ready": decoder.describe()})
     try:
-        worker.run()
+        decoder.run()
     except UserError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code

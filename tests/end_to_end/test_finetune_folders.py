@@ -386,9 +386,10 @@ def test_answers_end_at_every_token_that_the_files_or_the_template_name(words):
 
 def test_generation_ends_at_each_stop(words):
     loaded = api.load_model("base", device="cpu")
-    free = list(generate_tokens(loaded.model, [5], count=30, sampling=Sampling(temperature=1.0, seed=3)))
+    how = Sampling(temperature=1.0, seed=3)
+    free = list(generate_tokens(loaded.model, [5], count=30, sampling=how))
     for stop in {free[4], free[9]}:
-        cut = list(generate_tokens(loaded.model, [5], count=30, sampling=Sampling(temperature=1.0, seed=3), stops=(10**6, stop)))
+        cut = list(generate_tokens(loaded.model, [5], count=30, sampling=how, stops=(10**6, stop)))
         assert cut == free[: free.index(stop) + 1]
 
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 import flatout
-from flatout.engine import saving
 from flatout.checkpoints.checkpoint import list_checkpoints
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
 from flatout.data import pack
 from flatout.data.tokenizer import CharTokenizer
 from flatout.device import Device, detect_device
-from flatout.engine import recovery
+from flatout.engine import recovery, saving
 from flatout.engine.state import Progress, capture
 from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, ResourceError, UserError
 from flatout.model.count import estimate_memory

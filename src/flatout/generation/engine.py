@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flatout.errors import CheckpointError
 from flatout.generation.sampling import Rules, Sampling, choose
-from flatout.model.cache import Cache, LayerCache
+from flatout.model.cache import LayerCache
 from flatout.model.gpt import GPT
 from flatout.model.narrow import NarrowWeights
 from flatout.model.protocol import LanguageModel
@@ -40,7 +40,7 @@ class Request:
 
     ids: Sequence[int]
     count: int  # tokens at most
-    sampling: Sampling = Sampling()
+    sampling: Sampling
     stops: Collection[int] = ()
     slides: bool = True  # goes on when the context is full
     logprobs: int | None = None  # of the token and of this many likeliest ones
@@ -313,7 +313,7 @@ def generate_tokens(
     prompt: Sequence[int],
     *,
     count: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling,
     stops: Collection[int] = (),
     vocab: int | None = None,
     kernels: bool = False,
@@ -348,7 +348,7 @@ def uncached_tokens(
     prompt: Sequence[int],
     *,
     count: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling,
     stops: Collection[int] = (),
     vocab: int | None = None,
 ) -> Generator[int]:
@@ -368,7 +368,8 @@ def uncached_tokens(
             if len(text) - start > context:  # full: continue with the second half
                 start = len(text) - max(1, context // 2)
             with torch.inference_mode():
-                choose(model.logits(torch.tensor([text[start:]], device=device), last=True)[:, -1, :vocab], rules, token_B)
+                logits_BTV = model.logits(torch.tensor([text[start:]], device=device), last=True)
+                choose(logits_BTV[:, -1, :vocab], rules, token_B)
             token = int(token_B)
             if token < 0:
                 raise no_probabilities()

@@ -1,9 +1,10 @@
 """The operations of a block for one new token of every row, in the kernels of ops/kernels/decode.py.
 
-A norm is computed by the product that needs it, and so is the end of attention: both wait as `Normed` and `Combined`.
+A norm is computed by the product that needs it, and waits for it as `Normed`.
 Layers that are more than a matrix (adapters, 4 bits) get their input in torch's form and are called as they are.
 
-Shape legend: B batch, T positions (1), R rows (B), H query heads, G key/value heads, D head size, W width, V vocabulary.
+Shape legend: B batch, T positions (1), R rows (B), H query heads, G key/value heads, D head size, W width,
+V vocabulary.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock, NarrowWeights
 from flatout.model.operations import Branch, Gates, Mix, Norm, Operations, Own, Shared, Stream
-from flatout.ops.kernels.decode import Combined, GateWeights, Normed, Weights, advance, attend, product
+from flatout.model.quantize import Int8Linear
+from flatout.ops.kernels.decode import GateWeights, Normed, Weights, advance, attend, product
 from flatout.ops.scales import NarrowLinear, Slot
 
 
@@ -36,6 +38,12 @@ class DecodeOperations(Operations):
 
     def _matrix(self, weight: Tensor) -> Weights:
         return Weights(weight if weight.dtype == self.dtype else self.copies.copy_of(weight, self.dtype).values_MK)
+
+    def _weights(self, layer: nn.Linear) -> Weights | None:
+        """None for a layer that is more than a matrix."""
+        if isinstance(layer, Int8Linear):
+            return Weights(layer.weight, layer.scale_N)
+        return self._matrix(layer.weight) if type(layer) is nn.Linear else None
 
     def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
         return super().embed(tokens_BT, table_VW, positions_TW).float()
@@ -64,35 +72,36 @@ class DecodeOperations(Operations):
         self, h_BTW: Any, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None, gates: Gates
     ) -> Any:
         counted, made = gates.values + gates.heads, None
-        if type(layer) is not nn.Linear:
+        weights = self._weights(layer)
+        if weights is None:
             h_RW = _whole(h_BTW)
             if gates.weight_CI is not None:
                 made = 2 * torch.sigmoid(F.linear(h_RW[:, : gates.weight_CI.shape[1]], gates.weight_CI))
             return _Projected(layer(h_RW), made, gates.values)
         if gates.weight_CI is not None:
-            made = torch.empty(len(h_BTW.x_RW), counted, dtype=torch.float32, device=layer.weight.device)
+            made = torch.empty(len(h_BTW.x_RW), counted, dtype=torch.float32, device=h_BTW.x_RW.device)
         wanted = None if gates.weight_CI is None or made is None else GateWeights(gates.weight_CI, made)
-        return _Projected(self._times(h_BTW, layer, gates=wanted), made, gates.values)
+        return _Projected(self._times(h_BTW, weights, layer.bias, gates=wanted), made, gates.values)
 
     def attention(self, mixer: Any, made: _Projected, shared: Shared, own: Own) -> Any:
         assert shared.decoding is not None
         cache, norms = own.cache, mixer.norms
         rows = len(made.qkv_RC)
-        joined = attend(
+        return attend(
             made.qkv_RC,
             cache.k_BGSD,
             cache.v_BGSD,
             shared.decoding.positions_BT[:, 0],
+            cache.done_BG,
             heads=mixer.heads,
             window=mixer.window_in(shared),
             turn=None if shared.turn is None else (shared.turn[0].view(rows, -1), shared.turn[1].view(rows, -1)),
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].scale),
             values=None if not made.values else own.values.flatten(0, 1),
             gates_RC=made.gates_RC,
+            value_gates=made.values,
+            dtype=self.dtype,
         )
-        if made.gates_RC is None or made.gates_RC.shape[1] == made.values:
-            return joined
-        return joined._replace(gates_RC=made.gates_RC, gate_start=made.values)
 
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
         return False
@@ -102,15 +111,16 @@ class DecodeOperations(Operations):
         return advance(both_RC, own.cache.state_BC, mixer.decay_K, mixer.detuning_K, mixer.angle_K)[:, None]
 
     def product(self, x: Any, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
-        if type(layer) is not nn.Linear:
-            return Branch(layer(_whole(x))[:, None])
-        return Branch(self._times(x, layer)[:, None])
+        weights = self._weights(layer)
+        made_RN = layer(_whole(x)) if weights is None else self._times(x, weights, layer.bias)
+        return Branch(made_RN[:, None])
 
     def activated_product(self, h_BTW: Any, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock) -> Branch:
-        if not type(up) is type(down) is nn.Linear:
+        first, second = self._weights(up), self._weights(down)
+        if first is None or second is None:
             return super().activated_product(_whole(h_BTW)[:, None], up, down, kind, narrow)
-        made_RC = self._times(h_BTW, up, activation=kind, out_dtype=self.dtype)
-        return Branch(self._times(made_RC, down)[:, None])
+        made_RC = self._times(h_BTW, first, up.bias, activation=kind, out_dtype=self.dtype)
+        return Branch(self._times(made_RC, second, down.bias)[:, None])
 
     def hand_on(self, stream: Stream) -> Stream:
         return stream
@@ -119,22 +129,15 @@ class DecodeOperations(Operations):
         weights = self._matrix(table_VW if head.weight is None else head.weight)
         return product(self.add_norm(stream, norm)[1], weights, None, dtype=self.dtype, cap=head.cap)[:, None]
 
-    def _times(self, source: Any, layer: nn.Linear, **how: Any) -> Tensor:
+    def _times(self, source: Any, weights: Weights, bias: Tensor | None, **how: Any) -> Tensor:
         source = source.flatten(0, 1) if isinstance(source, Tensor) and source.dim() == 3 else source
-        return product(source, self._matrix(layer.weight), layer.bias, dtype=self.dtype, **how)
+        return product(source, weights, bias, dtype=self.dtype, **how)
 
 
-def _whole(source: Tensor | Normed | Combined) -> Tensor:
+def _whole(source: Tensor | Normed) -> Tensor:
     """What a waiting norm or attention comes to, in torch's form: [R, W]."""
     if isinstance(source, Tensor):
         return source.flatten(0, -2)
-    if isinstance(source, Combined):
-        top_RHP, sum_RHP = source.sums_RHP2.unbind(-1)
-        share_RHP = torch.exp2(top_RHP - top_RHP.amax(-1, keepdim=True))
-        y_RHD = (source.parts_RHPD * share_RHP[..., None]).sum(2) / (sum_RHP * share_RHP).sum(-1, keepdim=True)
-        if source.gates_RC is not None:
-            y_RHD = y_RHD * source.gates_RC[:, source.gate_start :, None]
-        return y_RHD.flatten(1)
     x_RW = source.x_RW
     if source.branch_RW is not None:
         x_RW = x_RW + (source.branch_RW if source.scale_W is None else source.branch_RW * source.scale_W)

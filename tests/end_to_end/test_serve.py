@@ -25,6 +25,8 @@ from safetensors.torch import load_file, save_file
 
 import flatout
 from flatout.config.load import load_config
+from flatout.data.tokenizer import ByteTokenizer
+from flatout.generation.pieces import TextPieces
 from flatout.serving import app, protocol
 from flatout.serving.app import Service, application
 from flatout.serving.link import EngineLink
@@ -103,6 +105,24 @@ def test_one_text_by_every_door(server: Server, model: flatout.LoadedModel):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]}]
     with server.stream(CHAT, messages=parts, model="chatty", **GREEDY) as events:
         assert joined(events) == said
+
+
+def test_a_character_comes_whole():
+    said = "é€😀漢, and so on"
+    pieces, tokenizer = TextPieces(ByteTokenizer()), ByteTokenizer()
+    given = [pieces.add(id) for id in tokenizer.encode(said).tolist()]
+    assert [piece for piece in given if piece] == list(said)
+    broken = [pieces.add(id) for id in [0xE2] * 40]
+    assert "".join(broken) + pieces.rest() == "\ufffd" * 40
+    assert any(broken), "bytes that are no text are not kept for ever"
+
+
+def test_any_text_is_a_prompt(server: Server):
+    for text in ("", "\0", "\ud800", "😀 \u202e\r\n", "<|im_start|><|im_end|>", "a\u0301" * 20, "\ufeff{{ x }}{% y %}"):
+        assert server.ask(TEXT, prompt=text, max_tokens=2)["choices"]
+        assert server.ask(CHAT, messages=[{"role": "user", "content": text}], max_tokens=2)["choices"]
+    said = [{"role": role, "content": "x"} for role in ("developer", "user", "assistant")]
+    assert server.ask(CHAT, messages=said, max_tokens=2)["choices"]
 
 
 def test_a_seed_gives_its_text_with_and_without_neighbours(server: Server, model: flatout.LoadedModel):

@@ -10,7 +10,15 @@ from flatout.confined import root_of
 from flatout.errors import ResourceError, UserError
 from flatout.serving.fields import Refused
 
-_START = "import sys; sys.path.append(sys.argv[1]); from flatout.serving.worker import main; sys.exit(main())"
+# Signals are for the server, which ends the process; they may come while it still imports.
+_START = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.path.append(sys.argv[1])
+from flatout.serving.worker import main
+sys.exit(main())
+"""
 _LONGEST_LINE = 2**26  # bytes
 
 
@@ -30,7 +38,8 @@ class EngineLink:
         """What the process says of its model, once that is loaded. Mistakes are those of `load_model`."""
         pipe = asyncio.subprocess.PIPE
         words = [sys.executable, "-P", "-c", _START, root_of("flatout")]
-        self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, limit=_LONGEST_LINE)
+        how = {"limit": _LONGEST_LINE, "start_new_session": True}
+        self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, **how)
         self._send(asked)
         message = await self._receive() or {}
         if "failed" in message:
@@ -66,13 +75,11 @@ class EngineLink:
             return
         assert self.process.stdin is not None
         self.process.stdin.close()
-        try:
-            await asyncio.wait_for(self.process.wait(), 5.0)
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
         if self._listening is not None:
-            await self._listening
+            await asyncio.wait({self._listening}, timeout=5.0)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
 
     def why_ended(self) -> ResourceError:
         code = None if self.process is None else self.process.returncode

@@ -7,9 +7,9 @@ most 20 a second. The process ends with its input, so it never outlives the serv
 
 import dataclasses
 import json
+import logging
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -154,6 +154,10 @@ class Decoder:
         except Refused as error:
             self.send({"id": id, "refused": [error.message, error.param, error.code]})
             return
+        except Exception:  # one prompt must not end the others
+            logging.getLogger(__name__).exception("a prompt could not be read")
+            self.send({"id": id, "failed": "an error inside the server"})
+            return
         self.send({"id": id, "prompt_tokens": sum(map(len, prompts))})
         self.inbox.put(Prepared(id, prompts, message["work"]))
 
@@ -269,9 +273,6 @@ class Decoder:
 
 
 def main() -> int:
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # they are for the server, which ends this process
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not be read as a message
     lock = threading.Lock()

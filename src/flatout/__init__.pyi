@@ -46,6 +46,9 @@ from flatout.front.models import (
     Merged as Merged,
     consolidate as consolidate,
 )
+from flatout.serving.server import (
+    serve as serve,
+)
 from flatout.front.measuring import (
     estimate as estimate,
     plan as plan,

@@ -164,6 +164,25 @@ _ALL = (
         text="--message",
     ),
     Command(
+        "serve",
+        verbs_models.serve,
+        "serve a model by an OpenAI-compatible interface, with a chat page",
+        (
+            *MODEL,
+            WEIGHTS,
+            option("--host", "ADDRESS", "listen here; default 127.0.0.1, this machine only", default="127.0.0.1"),
+            number("--port", 0, 65535, "0: any free one; default 8000", default=8000),
+            number("--rows", 1, 4096, "texts decoded together; default: as many as fit, 64 on a GPU and 8 on a CPU"),
+            number("--queue", 0, 1_000_000, "texts that may wait for a row; default 100", default=100),
+            number("--seconds", 0.1, 1e6, "most time for one request; default 600", default=600.0),
+            number("--drain", 0.0, 1e6, "time for live requests to finish at the end; default 30", default=30.0),
+        ),
+        "Serve a model on this machine: /v1/chat/completions and /v1/completions as OpenAI has them, /metrics for "
+        "Prometheus, and a chat page at /. SIGINT and SIGTERM let live requests finish first. With --host, other "
+        "machines may ask, with the API key in FLATOUT_API_KEY.",
+        processes="one",
+    ),
+    Command(
         "export",
         verbs_models.export,
         "write a trained model as a Hugging Face folder, its adapters inside the weights",

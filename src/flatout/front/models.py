@@ -47,6 +47,7 @@ from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError, quoted
 from flatout.files import disk_errors
 from flatout.generation.engine import generate_tokens
+from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
@@ -424,23 +425,14 @@ def chat(
 
 
 def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stops: Collection[int]) -> Iterator[str]:
-    """Text as it becomes whole. A character of several tokens waits for its last one.
-
-    Only the tokens since the piece before the last are decoded again, so long outputs cost no more per token than
-    short ones; the piece before is kept for tokenizers that write a space differently at the start of a text.
-    """
-    ids: list[int] = []
-    piece, fresh = 0, 0  # where the last piece began, and where it ended
+    """Text as it becomes whole."""
+    pieces = TextPieces(tokenizer)
     for token in tokens:
         if token in stops:
             break
-        ids.append(token)
-        before, now = tokenizer.decode(ids[piece:fresh]), tokenizer.decode(ids[piece:])
-        if len(now) > len(before) and not now.endswith("\ufffd"):
-            yield now[len(before) :]
-            piece, fresh = fresh, len(ids)
-    rest = tokenizer.decode(ids[piece:])[len(tokenizer.decode(ids[piece:fresh])) :]
-    if rest:
+        if piece := pieces.add(token):
+            yield piece
+    if rest := pieces.rest():
         yield rest
 
 
@@ -577,9 +569,7 @@ def export(
         raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
     if loaded.weights != "fp32":
-        raise UsageError(
-            f"the model was loaded with {loaded.weights} weights", "load it with weights='fp32'"
-        )
+        raise UsageError(f"the model was loaded with {loaded.weights} weights", "load it with weights='fp32'")
     if loaded.from_python:
         raise CheckpointError(
             f"{loaded.origin} was trained with a model from Python (model=), and no model of transformers computes it",

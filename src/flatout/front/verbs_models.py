@@ -1,4 +1,4 @@
-"""The verbs about text and models: prepare, eval, generate, chat and export.
+"""The verbs about text and models: prepare, eval, generate, chat, serve and export.
 
 Contract: as in `flatout.cli`. `prepare` needs no torch; input that could not be used is listed after the result,
 and the exit code is 3.
@@ -202,7 +202,13 @@ def evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _model(parsed: argparse.Namespace, text_option: str = "", weights: str | None = None) -> "LoadedModel":
-    """The model that words name. What cannot be a model or a device is refused before anything heavy is imported."""
+    """The model that words name."""
+    how = {"device": _check_model(parsed, text_option), "best": not parsed.last, "base": parsed.base}
+    return flatout.load_model(parsed.run, **how, weights=weights or getattr(parsed, "weights", "fp32"))
+
+
+def _check_model(parsed: argparse.Namespace, text_option: str = "") -> str:
+    """Refuses what cannot be a model or a device before anything heavy is imported; returns the device."""
     if parsed.run is not None and (not parsed.run or not Path(parsed.run).is_dir()):
         from flatout.config.suggest import run_hint
 
@@ -214,8 +220,7 @@ def _model(parsed: argparse.Namespace, text_option: str = "", weights: str | Non
     device = getattr(parsed, "device", "cpu")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", device):
         raise UsageError(f"--device {quoted(device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
-    how = {"device": device, "best": not parsed.last, "base": parsed.base}
-    return flatout.load_model(parsed.run, **how, weights=weights or getattr(parsed, "weights", "fp32"))
+    return device
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -283,6 +288,15 @@ def chat(parsed: argparse.Namespace) -> int:
         answer(parsed.message)
         return 0
     return _converse("type a message, end with Ctrl-D", answer)
+
+
+def serve(parsed: argparse.Namespace) -> int:
+    limits = {name: getattr(parsed, name) for name in ("host", "port", "rows", "queue", "seconds", "drain")}
+    which = {"device": _check_model(parsed), "best": not parsed.last, "base": parsed.base, "weights": parsed.weights}
+    ready = "serving at {} (Ctrl-C ends it)"
+    flatout.serve(parsed.run, **which, **limits, ready=lambda url: print(ready.format(url), flush=True))
+    print("stopped", file=sys.stderr)
+    return 0
 
 
 # --- folders for others -----------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
 from flatout.generation.engine import Engine, Request
 from flatout.generation.sampling import Sampling
-from flatout.model.gpt import build_model
+from flatout.model.execution import Execution
+from flatout.model.gpt import empty_model
 from flatout.model.quantize import narrow_linears
 
 H200 = 4.8e12  # bytes per second
@@ -61,9 +62,10 @@ def timed(work: Any, count: int) -> tuple[float, float]:
 
 def ours(case: str, rows: int, asked: argparse.Namespace) -> dict[str, Any]:
     config, vocab = shape(case)
-    with torch.device("cuda"):
-        torch.manual_seed(0)
-        model = build_model(config, vocab, seed=1).to(torch.bfloat16)
+    model = empty_model(config, vocab, execution=Execution(), device=torch.device("cuda")).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02)
     if asked.int8:
         narrow_linears(model)
     read = sum(
@@ -140,7 +142,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--int8", action="store_true")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     about = {"commit": asked.commit, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
     for word in asked.cases or ["124m", "124m@64", "350m", "record-60m", "1.1b"]:
         case, _, rows = word.partition("@")

@@ -9,6 +9,7 @@ from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.model.gpt import GPT, build_model
 from tests.unit.test_generate import KINDS, requests
 
+decode = pytest.importorskip("flatout.ops.kernels.decode")
 VOCAB = 61
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OTHERS = {
@@ -18,8 +19,8 @@ OTHERS = {
 }
 
 
-def lively(kind: dict, device: str) -> GPT:
-    model = build_model(ModelConfig(layers=2, width=32, heads=4, context=24, **kind), VOCAB, seed=5)
+def lively(kind: dict, device: str, context: int = 24) -> GPT:
+    model = build_model(ModelConfig(layers=2, width=32, heads=4, context=context, **kind), VOCAB, seed=5)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -28,11 +29,13 @@ def lively(kind: dict, device: str) -> GPT:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 @torch.inference_mode()
-def test_logits_are_those_of_the_whole_text(kind, device):
-    model = lively((KINDS | OTHERS)[kind], device)
-    texts = [[1, 2, 3], [4], list(range(5, 14))]
+def test_logits_are_those_of_the_whole_text(kind, parts, device, monkeypatch):
+    monkeypatch.setattr(decode, "_parts", lambda *_: parts)
+    model = lively((KINDS | OTHERS)[kind], device, context=96)
+    texts = [[1, 2, 3], [4], list(range(5, 14)) * 8]
     cache, now = model.empty_cache(len(texts)), []
     for row, text in enumerate(texts):
         part = cache.rows(row, 1, level=True)
@@ -61,6 +64,7 @@ def test_recorded_steps_give_the_texts_of_the_plain_pass(kind):
         assert one.made == list(uncached_tokens(model, one.ids, count=one.count, sampling=one.sampling)), one
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("at_once", [16, 16_384])
 def test_the_kernel_draws_what_torch_draws(device, at_once, monkeypatch):

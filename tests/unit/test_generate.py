@@ -52,7 +52,7 @@ def test_a_token_follows_from_all_that_the_context_holds(length, monkeypatch):
         return logits(tokens_BT, *more, **how)
 
     monkeypatch.setattr(model, "logits", looked_at)
-    list(generate_tokens(model, range(length), count=14 - length, cached=False))
+    list(generate_tokens(model, range(length), count=14 - length, sampling=GREEDY, cached=False))
     assert seen == [5, 6, 7, 8, 4, 5, 6, 7, 8][length - 5 :], "a full context is read once, then from its second half"
 
 
@@ -68,15 +68,15 @@ def test_sampling_leaves_the_global_random_state_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    list(generate_tokens(model, [1], count=5))
+    list(generate_tokens(model, [1], count=5, sampling=Sampling()))
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_the_models_mode_is_put_back():
     model = lively_model({}).train()
-    list(generate_tokens(model, [1], count=3))
+    list(generate_tokens(model, [1], count=3, sampling=GREEDY))
     assert model.training
-    stream = generate_tokens(model.eval(), [1], count=3)
+    stream = generate_tokens(model.eval(), [1], count=3, sampling=GREEDY)
     next(stream)
     stream.close()
     assert not model.training
@@ -227,4 +227,4 @@ def test_a_model_without_probabilities_is_refused():
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(CheckpointError, match="not finite"):
-        list(generate_tokens(model, [1], count=3))
+        list(generate_tokens(model, [1], count=3, sampling=GREEDY))

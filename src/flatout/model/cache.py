@@ -45,6 +45,7 @@ class LayerCache:
     ) -> None:
         self.k_BGSD = torch.zeros(batch, groups, places, size, dtype=dtype, device=device)
         self.v_BGSD = torch.zeros_like(self.k_BGSD)
+        self.done_BG = torch.zeros(batch, groups, dtype=torch.int32, device=device)  # of the kernels for decoding
         self.places = places
 
     def tensors(self) -> list[Tensor]:
@@ -182,6 +183,6 @@ class Cache:
     def advance(self, tokens_BT: Tensor) -> None:
         """Moves on after a pass over these tokens."""
         length = tokens_BT.shape[1]
-        self.most += length if self.level else 0
+        self.most += length if self.level or self.most else 0
         self.length_B += length
         self.last_B1.copy_(tokens_BT[:, -1:])

@@ -1,6 +1,6 @@
 """The operations of a block for one new token of every row, in the kernels of ops/kernels/decode.py.
 
-A norm is computed by the product that needs it, and so is the end of attention: both wait as `Normed` and `Combined`.
+A norm is computed by the product that needs it, and waits for it as `Normed`.
 Layers that are more than a matrix (adapters, 4 bits) get their input in torch's form and are called as they are.
 
 Shape legend: B batch, T positions (1), R rows (B), H query heads, G key/value heads, D head size, W width,
@@ -18,7 +18,7 @@ from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock, NarrowWeights
 from flatout.model.operations import Branch, Gates, Mix, Norm, Operations, Own, Shared, Stream
 from flatout.model.quantize import Int8Linear
-from flatout.ops.kernels.decode import Combined, GateWeights, Normed, Weights, advance, attend, product
+from flatout.ops.kernels.decode import GateWeights, Normed, Weights, advance, attend, product
 from flatout.ops.scales import NarrowLinear, Slot
 
 
@@ -87,21 +87,21 @@ class DecodeOperations(Operations):
         assert shared.decoding is not None
         cache, norms = own.cache, mixer.norms
         rows = len(made.qkv_RC)
-        joined = attend(
+        return attend(
             made.qkv_RC,
             cache.k_BGSD,
             cache.v_BGSD,
             shared.decoding.positions_BT[:, 0],
+            cache.done_BG,
             heads=mixer.heads,
             window=mixer.window_in(shared),
             turn=None if shared.turn is None else (shared.turn[0].view(rows, -1), shared.turn[1].view(rows, -1)),
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].scale),
             values=None if not made.values else own.values.flatten(0, 1),
             gates_RC=made.gates_RC,
+            value_gates=made.values,
+            dtype=self.dtype,
         )
-        if made.gates_RC is None or made.gates_RC.shape[1] == made.values:
-            return joined
-        return joined._replace(gates_RC=made.gates_RC, gate_start=made.values)
 
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
         return False
@@ -134,17 +134,10 @@ class DecodeOperations(Operations):
         return product(source, weights, bias, dtype=self.dtype, **how)
 
 
-def _whole(source: Tensor | Normed | Combined) -> Tensor:
+def _whole(source: Tensor | Normed) -> Tensor:
     """What a waiting norm or attention comes to, in torch's form: [R, W]."""
     if isinstance(source, Tensor):
         return source.flatten(0, -2)
-    if isinstance(source, Combined):
-        top_RHP, sum_RHP = source.sums_RHP2.unbind(-1)
-        share_RHP = torch.exp2(top_RHP - top_RHP.amax(-1, keepdim=True))
-        y_RHD = (source.parts_RHPD * share_RHP[..., None]).sum(2) / (sum_RHP * share_RHP).sum(-1, keepdim=True)
-        if source.gates_RC is not None:
-            y_RHD = y_RHD * source.gates_RC[:, source.gate_start :, None]
-        return y_RHD.flatten(1)
     x_RW = source.x_RW
     if source.branch_RW is not None:
         x_RW = x_RW + (source.branch_RW if source.scale_W is None else source.branch_RW * source.scale_W)

@@ -1,26 +1,26 @@
 """Kernels for decoding: one new token of every row, about five kernels a layer.
 
-    product:   out = act(input @ weight.T + bias), where the input is one of
-               values    as they are
-               normed    norm of the residual stream, whose waiting branch is added (and stored) on the way
-               combined  the parts that `attend` left, joined and gated
-    attend:    norms and positions of queries and keys, the cache's new entry, and attention over a part of the cache
+    product:   out = act(input @ weight.T + bias), where the input is values, or the norm of the residual stream, whose
+               waiting branch is added (and stored) on the way
+    attend:    norms and positions of queries and keys, the cache's new entry, and attention: over parts of the cache
+               side by side, which the last one to end joins
     advance:   the states of an eigenstate mixer, one position further
 
-One row is multiplied element by element, and norms are computed where they are needed. Norms of more rows are written
-out first, and matrix units multiply. Nothing depends on a length that the host knows, so a whole pass can be recorded.
+One row is multiplied element by element, and norms are computed where they are needed. Of more rows norms are written
+out first, and the library multiplies. Nothing depends on a length that the host knows, so a whole pass can be recorded.
 
 On Hopper and later a kernel starts before the one ahead of it has ended (programmatic dependent launch): it fetches
-its weights, which nobody writes, then waits (`_wait`), and only then reads what other kernels made.
+its first weights, which nobody writes, then waits (`_wait`), and only then reads what other kernels made.
 
 Shape legend: R rows, W width, N outputs, K inputs, H query heads, G key/value heads, D head size, S places of a cache,
-P parts of the cache that are attended to side by side.
+P parts of the cache.
 """
 
 import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,30 +72,6 @@ def _normed(
 
 
 @triton.jit
-def _combined(
-    parts_ptr, sums_ptr, gates_ptr, row, k, gate_stride, gate_start,
-    K: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """A row of attention's result [BLOCK], from parts with their largest scores and sums of weights."""
-    inside = k < K
-    head = row.to(tl.int64) * (K // D) + k // D
-    top = tl.full(k.shape, -float("inf"), tl.float32)
-    for part in tl.static_range(PARTS):
-        top = tl.maximum(top, tl.load(sums_ptr + (head * PARTS + part) * 2, inside, 0.0))
-    total = tl.zeros(k.shape, tl.float32)
-    y = tl.zeros(k.shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        place = head * PARTS + part
-        factor = tl.exp2(tl.load(sums_ptr + place * 2, inside, 0.0) - top)
-        total += factor * tl.load(sums_ptr + place * 2 + 1, inside, 1.0)
-        y += factor * tl.load(parts_ptr + place * D + k % D, inside, 0.0)
-    y = y / total
-    if GATED:
-        y *= tl.load(gates_ptr + row * gate_stride + gate_start + k // D, inside, 0.0)
-    return tl.where(inside, y, 0.0)
-
-
-@triton.jit
 def _store_gates(h, weight_ptr, gates_ptr, row, k, count, stride, INPUTS: tl.constexpr, COUNT: tl.constexpr):
     """2·sigmoid of products with the first channels of a normed row."""
     gate = tl.arange(0, COUNT)
@@ -133,108 +109,108 @@ def _finished(
 
 
 @triton.jit
-def _of_one_row(
-    x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, parts_ptr, sums_ptr,
-    gates_ptr, gate_weight_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, eps, cap, gate_stride, gate_start, counted,
-    N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BRANCH: tl.constexpr, SCALED: tl.constexpr,
-    MIXED: tl.constexpr, CENTRED: tl.constexpr, WEIGHTED: tl.constexpr, NORM_BIAS: tl.constexpr, D: tl.constexpr,
-    PARTS: tl.constexpr, GATED: tl.constexpr, GATES: tl.constexpr, GATE_INPUTS: tl.constexpr, INT8: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr, TYPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The product of one row, element by element. A norm or attention is computed by every program for itself."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    w_row = w_ptr + n.to(tl.int64)[:, None] * K
-    alive = (n < N)[:, None]
-    # Weights are fetched before the wait.
-    w = tl.load(w_row + k[None, :], alive & (k < K)[None, :], 0.0)
+def _weights(w_ptr, n, N: tl.constexpr, K: tl.constexpr, INT8: tl.constexpr, ACT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows of a matrix [BLOCK_N, BLOCK_K], four 8-bit numbers in each value; of swiglu those of the second half too."""
+    EACH: tl.constexpr = 4 if INT8 else 1
+    k = tl.arange(0, BLOCK_K // EACH)
+    at = w_ptr + n.to(tl.int64)[:, None] * (K // EACH) + k[None, :]
+    mask = (n < N)[:, None] & (k < K // EACH)[None, :]
+    w = tl.load(at, mask, 0)
     value_w = w
     if ACT == 3:
-        value_w = tl.load(w_row + N * K + k[None, :], alive & (k < K)[None, :], 0.0)
-    _wait(EARLY)
-    row = tl.program_id(1)
-    if KIND == 1:
-        h = _normed(
-            x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, row, k, eps,
-            tl.program_id(0) == 0, K, BRANCH, SCALED, MIXED, CENTRED, WEIGHTED, NORM_BIAS,
-        )  # fmt: skip
-    elif KIND == 2:
-        h = _combined(parts_ptr, sums_ptr, gates_ptr, row, k, gate_stride, gate_start, K, D, PARTS, GATED)
-    else:
-        h = tl.load(x_ptr + row * K + k, k < K, 0.0).to(tl.float32)
-    h = h.to(TYPE).to(tl.float32)
-    if GATES > 0:  # noqa: SIM102 - known when it is compiled
-        if tl.program_id(0) == 0:
-            _store_gates(h, gate_weight_ptr, gates_ptr, row, k, counted, gate_stride, GATE_INPUTS, GATES)
-    total = tl.sum(w.to(tl.float32) * h[None, :], 1)
-    value = total
-    if ACT == 3:
-        value = tl.sum(value_w.to(tl.float32) * h[None, :], 1)
-    for start in tl.static_range(BLOCK_K, K, BLOCK_K):  # of values only: norms and attention are in one block
-        at_k = start + k
-        mask = alive & (at_k < K)[None, :]
-        h = tl.load(x_ptr + row * K + at_k, at_k < K, 0.0).to(tl.float32).to(TYPE).to(tl.float32)
-        total += tl.sum(tl.load(w_row + at_k[None, :], mask, 0.0).to(tl.float32) * h[None, :], 1)
-        if ACT == 3:
-            value += tl.sum(tl.load(w_row + N * K + at_k[None, :], mask, 0.0).to(tl.float32) * h[None, :], 1)
-    total = _finished(total, value, n, w_scale_ptr, bias_ptr, cap, N, INT8, BIAS, ACT, CAPPED)
-    tl.store(out_ptr + row * N + n, total.to(out_ptr.dtype.element_ty), n < N)
+        value_w = tl.load(at + N * (K // EACH), mask, 0)
+    return w, value_w
 
 
 @triton.jit
-def _of_rows(
-    x_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, rows, cap, N: tl.constexpr, K: tl.constexpr, INT8: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+def _sums(w, h, INT8: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Products of each row of weights with `h`, summed."""
+    if INT8:
+        # Bytes become fp32 by bits: 2^23 + 128 + the number, as conversions take several times as long.
+        even, odd = tl.split(tl.reshape(h, (BLOCK_K // 4, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        w = w.to(tl.uint32, bitcast=True) ^ 0x80808080
+        made = _byte(w, 0) * first[None, :] + _byte(w, 8) * second[None, :]
+        made += _byte(w, 16) * third[None, :] + _byte(w, 24) * fourth[None, :]
+        return tl.sum(made, 1)
+    else:
+        return tl.sum(w.to(tl.float32) * h[None, :], 1)
+
+
+@triton.jit
+def _byte(w, shift: tl.constexpr):
+    return (((w >> shift) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def _of_one_row(
+    x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, gates_ptr,
+    gate_weight_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, eps, cap, gate_stride, counted, stride,
+    N: tl.constexpr, K: tl.constexpr, NORMED: tl.constexpr, BRANCH: tl.constexpr, SCALED: tl.constexpr,
+    MIXED: tl.constexpr, CENTRED: tl.constexpr, WEIGHTED: tl.constexpr, NORM_BIAS: tl.constexpr, GATES: tl.constexpr,
+    GATE_INPUTS: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr,
+    TYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The product of several rows, by matrix units."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_row = x_ptr + row.to(tl.int64)[:, None] * K
-    w_row = w_ptr + n.to(tl.int64)[None, :] * K
-    total = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    value = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    """The product of one row, element by element. Every program computes the norm for itself.
+
+    A program has every `stride`-th block of outputs.
+    """
+    first = tl.program_id(0) * BLOCK_N
+    block = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # The first weights are fetched before the wait.
+    w, value_w = _weights(w_ptr, first + block, N, K, INT8, ACT, BLOCK_K)
     _wait(EARLY)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        mask = (k < K)[:, None] & (n < N)[None, :]
-        x = tl.load(x_row + k[None, :], (row < rows)[:, None] & (k < K)[None, :], 0.0)
-        w = tl.load(w_row + k[:, None], mask, 0.0)
-        if EXACT:
-            total = tl.dot(x.to(tl.float32), w.to(tl.float32), total, input_precision="ieee")
-        else:
-            total = tl.dot(x, w.to(x.dtype), total)
-        if ACT == 3:
-            w = tl.load(w_row + N * K + k[:, None], mask, 0.0)
-            if EXACT:
-                value = tl.dot(x.to(tl.float32), w.to(tl.float32), value, input_precision="ieee")
-            else:
-                value = tl.dot(x, w.to(x.dtype), value)
+    if NORMED:
+        h = _normed(
+            x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr,
+            tl.program_id(1), k, eps, first == 0, K, BRANCH, SCALED, MIXED, CENTRED, WEIGHTED, NORM_BIAS,
+        )  # fmt: skip
+    else:
+        h = tl.load(x_ptr + k, k < K, 0.0).to(tl.float32)
+    h = h.to(TYPE).to(tl.float32)
+    if GATES > 0:  # noqa: SIM102 - known when it is compiled
+        if first == 0:
+            _store_gates(h, gate_weight_ptr, gates_ptr, 0, k, counted, gate_stride, GATE_INPUTS, GATES)
+    _store_outputs(
+        w, value_w, h, first + block, w_scale_ptr, bias_ptr, out_ptr, cap, N, INT8, BIAS, ACT, CAPPED, BLOCK_K
+    )
+    for start in tl.range(first + stride, N, stride, num_stages=AHEAD):
+        w, value_w = _weights(w_ptr, start + block, N, K, INT8, ACT, BLOCK_K)
+        _store_outputs(
+            w, value_w, h, start + block, w_scale_ptr, bias_ptr, out_ptr, cap, N, INT8, BIAS, ACT, CAPPED, BLOCK_K
+        )
+
+
+@triton.jit
+def _store_outputs(
+    w, value_w, h, n, w_scale_ptr, bias_ptr, out_ptr, cap, N: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr,
+    ACT: tl.constexpr, CAPPED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    total = _sums(w, h, INT8, BLOCK_K)
+    value = total
+    if ACT == 3:
+        value = _sums(value_w, h, INT8, BLOCK_K)
     total = _finished(total, value, n, w_scale_ptr, bias_ptr, cap, N, INT8, BIAS, ACT, CAPPED)
-    at = row.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), (row < rows)[:, None] & (n < N)[None, :])
+    tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), n < N)
 
 
 @triton.jit
 def _settle(
-    x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, parts_ptr, sums_ptr,
-    gates_ptr, gate_weight_ptr, h_ptr, eps, gate_stride, gate_start, counted, K: tl.constexpr, KIND: tl.constexpr,
-    BRANCH: tl.constexpr, SCALED: tl.constexpr, MIXED: tl.constexpr, CENTRED: tl.constexpr, WEIGHTED: tl.constexpr,
-    NORM_BIAS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, GATES: tl.constexpr,
-    GATE_INPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, gates_ptr,
+    gate_weight_ptr, h_ptr, eps, gate_stride, counted, K: tl.constexpr, NORMED: tl.constexpr, BRANCH: tl.constexpr,
+    SCALED: tl.constexpr, MIXED: tl.constexpr, CENTRED: tl.constexpr, WEIGHTED: tl.constexpr, NORM_BIAS: tl.constexpr,
+    GATES: tl.constexpr, GATE_INPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A norm or attention of several rows, written out: each program has a row."""
+    """Norms of several rows, written out: each program has a row."""
     row = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     _wait(EARLY)
-    if KIND == 1:
-        h = _normed(
-            x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, row, k, eps,
-            row >= 0, K, BRANCH, SCALED, MIXED, CENTRED, WEIGHTED, NORM_BIAS,
-        )  # fmt: skip
-    else:
-        h = _combined(parts_ptr, sums_ptr, gates_ptr, row, k, gate_stride, gate_start, K, D, PARTS, GATED)
+    h = _normed(
+        x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, row, k, eps,
+        row >= 0, K, BRANCH, SCALED, MIXED, CENTRED, WEIGHTED, NORM_BIAS,
+    )  # fmt: skip
     h = h.to(h_ptr.dtype.element_ty)
     if GATES > 0:
         _store_gates(h.to(tl.float32), gate_weight_ptr, gates_ptr, row, k, counted, gate_stride, GATE_INPUTS, GATES)
@@ -263,15 +239,6 @@ class Normed(NamedTuple):
     centred: bool
 
 
-class Combined(NamedTuple):
-    """Attention that is not joined yet: results, and (largest score, sum of weights), of every part of the cache."""
-
-    parts_RHPD: Tensor
-    sums_RHP2: Tensor
-    gates_RC: Tensor | None = None
-    gate_start: int = 0  # of the head gates among the row's gates
-
-
 class GateWeights(NamedTuple):
     weight_CI: Tensor
     gates_RC: Tensor  # takes the gates
@@ -283,42 +250,34 @@ def starts_early(device: torch.device) -> bool:
 
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_WAITING = ("x", "branch", "scale", "mix", "first", "new", "norm_weight", "norm_bias", "parts", "sums")
+_WAITING = ("x", "branch", "scale", "mix", "first", "new", "norm_weight", "norm_bias")
 
 
 def _source(
-    source: Tensor | Normed | Combined, gates: GateWeights | None, nothing: Tensor
+    source: Tensor | Normed, gates: GateWeights | None, nothing: Tensor
 ) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
     """What kernels take for an input: tensors, numbers, and constants that say what there is."""
     values: dict[str, Tensor | None] = dict.fromkeys(_WAITING)
-    numbers: dict[str, Any] = {"eps": 0.0, "gate_stride": 0, "gate_start": 0, "counted": 0}
-    read_gates = gate_weight = None
-    flags: dict[str, Any] = {"KIND": 0, "CENTRED": False, "D": 1, "PARTS": 1, "GATES": 0, "GATE_INPUTS": 1}
+    numbers: dict[str, Any] = {"eps": 0.0, "gate_stride": 0, "counted": 0}
+    flags: dict[str, Any] = {"NORMED": isinstance(source, Normed), "CENTRED": False, "GATES": 0, "GATE_INPUTS": 1}
     if isinstance(source, Normed):
-        values |= zip(_WAITING, (*source[:8], None, None), strict=True)
-        flags |= {"KIND": 1, "CENTRED": source.centred}
-        numbers["eps"] = source.eps
-    elif isinstance(source, Combined):
-        values |= {"parts": source.parts_RHPD, "sums": source.sums_RHP2}
-        flags |= {"KIND": 2, "D": source.parts_RHPD.shape[3], "PARTS": source.parts_RHPD.shape[2]}
-        read_gates, numbers["gate_start"] = source.gates_RC, source.gate_start
+        values |= zip(_WAITING, source[:8], strict=True)
+        flags["CENTRED"], numbers["eps"] = source.centred, source.eps
     else:
         values["x"] = source
     flags |= {"BRANCH": values["branch"] is not None, "SCALED": values["scale"] is not None}
     flags |= {"MIXED": values["mix"] is not None, "WEIGHTED": values["norm_weight"] is not None}
-    flags |= {"NORM_BIAS": values["norm_bias"] is not None, "GATED": read_gates is not None}
+    flags["NORM_BIAS"] = values["norm_bias"] is not None
     if gates is not None:
-        read_gates, gate_weight = gates.gates_RC, gates.weight_CI
-        numbers["counted"], flags["GATE_INPUTS"] = gate_weight.shape
+        numbers["counted"], flags["GATE_INPUTS"] = gates.weight_CI.shape
+        numbers["gate_stride"] = gates.gates_RC.stride(0)
         flags["GATES"] = max(2, int(triton.next_power_of_2(numbers["counted"])))
-    if read_gates is not None:
-        numbers["gate_stride"] = read_gates.stride(0)
-    found = [*values.values(), read_gates, gate_weight]
+    found = [*values.values(), *((None, None) if gates is None else (gates.gates_RC, gates.weight_CI))]
     return [nothing if x is None else x for x in found], numbers, flags
 
 
 def product(
-    source: Tensor | Normed | Combined,
+    source: Tensor | Normed,
     weights: Weights,
     bias: Tensor | None,
     *,
@@ -329,41 +288,68 @@ def product(
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """`act(source @ weight.T + bias)` [R, N], with inputs rounded to `dtype`. swiglu halves the outputs."""
-    matrix = weights.matrix_NK
+    matrix, device = weights.matrix_NK, weights.matrix_NK.device
     outputs, inputs = matrix.shape
+    rows = len(source) if isinstance(source, Tensor) else len(source.x_RW)
+    early = starts_early(device)
+    launch = {"EARLY": early} | ({"launch_pdl": True} if early else {})
+    whole = int(triton.next_power_of_2(inputs))
+    if rows > 1:
+        return _of_rows(source, weights, bias, dtype, activation, cap, gates, launch).to(out_dtype)
     outputs = outputs // 2 if activation == "swiglu" else outputs
-    rows = len(source) if isinstance(source, Tensor) else len(source[0])
-    device, early = matrix.device, starts_early(matrix.device)
     out_RN = torch.empty(rows, outputs, dtype=out_dtype, device=device)
     tensors, numbers, flags = _source(source, gates, out_RN)
-    launch = {"EARLY": early, "num_warps": 4} | ({"launch_pdl": True} if early else {})
-    whole = int(triton.next_power_of_2(inputs))
-    ends = [matrix, out_RN if weights.scale_N is None else weights.scale_N, out_RN if bias is None else bias, out_RN]
-    how = {"N": outputs, "K": inputs, "INT8": weights.scale_N is not None, "BIAS": bias is not None}
-    how |= {"ACT": ACTIVATIONS[activation], "CAPPED": cap > 0.0, "cap": cap}
-    if rows == 1:
-        block_k = whole if flags["KIND"] else min(whole, 1024)
-        # A few programs for each multiprocessor, and not more weights than registers hold.
-        few = int(triton.next_power_of_2(max(1, outputs // (3 * multiprocessors(device)))))
-        most = max(1, (8192 if activation == "swiglu" else 16_384) // block_k)
-        block_n = max(1, min(16, few, most))
-        _of_one_row[(triton.cdiv(outputs, block_n), 1)](
-            *tensors, *ends, **numbers, **flags, **how, TYPE=_TYPES[dtype], BLOCK_N=block_n, BLOCK_K=block_k, **launch
-        )
-        return out_RN
-    x_RK = source
-    if not isinstance(x_RK, Tensor):
-        x_RK = torch.empty(rows, inputs, dtype=dtype, device=device)
-        _settle[(rows,)](*tensors, x_RK, **numbers, **flags, K=inputs, BLOCK=whole, **launch)
-    exact = dtype == torch.float32 or not matrix.is_cuda
-    x_RK = x_RK.to(dtype)
-    tall = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    wide = next((size for size in (128, 64, 32) if outputs // size >= multiprocessors(device)), 16)
-    _of_rows[(triton.cdiv(outputs, wide), triton.cdiv(rows, tall))](
-        x_RK, *ends, rows, **how, EXACT=exact, ROWS=tall, BLOCK_N=wide,
-        BLOCK_K=max(16, min(whole, 32 if exact else 128)), **launch,
+    scale_N = out_RN if weights.scale_N is None else weights.scale_N
+    int8, doubled = weights.scale_N is not None, activation == "swiglu"
+    block, programs = _blocks(outputs, whole * (2 if doubled else 1), int8=int8)
+    _of_one_row[(programs, 1)](
+        *tensors, matrix.view(torch.int32) if int8 else matrix, scale_N, out_RN if bias is None else bias, out_RN,
+        **numbers, **flags, cap=cap, stride=programs * block, N=outputs, K=inputs, INT8=int8, BIAS=bias is not None,
+        ACT=ACTIVATIONS[activation], CAPPED=cap > 0.0, TYPE=_TYPES[dtype], BLOCK_N=block, BLOCK_K=whole,
+        AHEAD=3 if int8 else 1, num_warps=4, **launch,
     )  # fmt: skip
     return out_RN
+
+
+def _blocks(outputs: int, inputs: int, *, int8: bool) -> tuple[int, int]:
+    """(outputs at once, programs) for a product of one row: what was fastest on an H200 (`lab/decode.jsonl`)."""
+    few = 1 << max(0, (outputs // 288).bit_length() - 1)
+    block = min(16, few, max(1, 8192 // inputs))
+    programs = int(triton.cdiv(outputs, block))
+    return block, min(programs, 528) if int8 or inputs >= 4096 else programs
+
+
+def _of_rows(
+    source: Tensor | Normed,
+    weights: Weights,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    activation: str | None,
+    cap: float,
+    gates: GateWeights | None,
+    launch: dict[str, Any],
+) -> Tensor:
+    """`product` of several rows."""
+    x_RK = source
+    if isinstance(source, Normed):
+        x_RK = torch.empty_like(source.x_RW, dtype=dtype)
+        (rows, inputs), (tensors, numbers, flags) = x_RK.shape, _source(source, gates, x_RK)
+        block = int(triton.next_power_of_2(inputs))
+        _settle[(rows,)](*tensors, x_RK, **numbers, **flags, K=inputs, BLOCK=block, num_warps=4, **launch)
+    bias = None if bias is None else bias.to(dtype)
+    if weights.scale_N is None:
+        y_RN = F.linear(x_RK.to(dtype), weights.matrix_NK, bias)
+    else:
+        y_RN = F.linear(x_RK.to(dtype), weights.matrix_NK.to(dtype)) * weights.scale_N
+        y_RN = y_RN if bias is None else y_RN + bias
+    if activation == "gelu":
+        y_RN = F.gelu(y_RN, approximate="tanh")
+    elif activation == "relu2":
+        y_RN = F.relu(y_RN).square()
+    elif activation == "swiglu":
+        gate_RN, value_RN = y_RN.chunk(2, dim=1)
+        y_RN = F.silu(gate_RN) * value_RN
+    return y_RN if not cap else cap * torch.tanh(y_RN.float() / cap)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -380,10 +366,10 @@ def _turned(x, other, cos, sin, ROPE: tl.constexpr):
 @triton.jit
 def _attend(
     qkv_ptr, k_ptr, v_ptr, pos_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, rows_ptr, gates_ptr, parts_ptr,
-    sums_ptr, scale, eps, qk_scale, places, window, turn_stride, value_stride, gate_stride,
+    sums_ptr, done_ptr, y_ptr, scale, eps, qk_scale, places, window, turn_stride, value_stride, gate_stride, gate_start,
     H: tl.constexpr, G: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, ROPE: tl.constexpr, NORMED: tl.constexpr, WEIGHTED: tl.constexpr,
-    VALUES: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr,
+    VALUES: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, SIZE)
@@ -471,10 +457,37 @@ def _attend(
             added = tl.dot(weight.to(values.dtype), values)
         result = result * kept[:, None] + added
         top = higher
-    out = ((row * H + group * SHARE + head) * PARTS + part).to(tl.int64)
-    tl.store(parts_ptr + out[:, None] * D + d[None, :], result, mine)
-    tl.store(sums_ptr + out * 2, top, head < SHARE)
-    tl.store(sums_ptr + out * 2 + 1, total, head < SHARE)
+    wanted = row * H + group * SHARE + head
+    if PARTS > 1:
+        out = wanted * PARTS + part
+        tl.store(parts_ptr + out[:, None] * D + d[None, :], result, mine)
+        tl.store(sums_ptr + out * 2, top, head < SHARE)
+        tl.store(sums_ptr + out * 2 + 1, total, head < SHARE)
+        tl.debug_barrier()
+        done = tl.atomic_add(done_ptr + row * G + group, 1)  # releases what is written, and acquires
+        if done == PARTS - 1:  # the last part to end joins all
+            tl.store(done_ptr + row * G + group, 0)
+            each = wanted[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+            alive = (head < SHARE)[:, None]
+            tops = tl.load(sums_ptr + each * 2, alive, -1e30, cache_modifier=".cg")
+            factors = tl.exp2(tops - tl.max(tops, 1)[:, None])
+            total = tl.sum(factors * tl.load(sums_ptr + each * 2 + 1, alive, 1.0, cache_modifier=".cg"), 1)
+            at = each[:, :, None] * D + d[None, None, :]
+            parts = tl.load(parts_ptr + at, alive[:, :, None] & inside[None, None, :], 0.0, cache_modifier=".cg")
+            result = tl.sum(factors[:, :, None] * parts, 1) / total[:, None]
+            gate_at = gates_ptr + row * gate_stride + gate_start + group * SHARE + head
+            _store_heads(result, y_ptr + wanted[:, None] * D + d[None, :], mine, gate_at, head < SHARE, GATED)
+    else:
+        gate_at = gates_ptr + row * gate_stride + gate_start + group * SHARE + head
+        result = result / total[:, None]
+        _store_heads(result, y_ptr + wanted[:, None] * D + d[None, :], mine, gate_at, head < SHARE, GATED)
+
+
+@triton.jit
+def _store_heads(result, at, mask, gate_at, alive, GATED: tl.constexpr):
+    if GATED:
+        result *= tl.load(gate_at, alive, 0.0)[:, None]
+    tl.store(at, result.to(at.dtype.element_ty), mask)
 
 
 def attend(
@@ -482,6 +495,7 @@ def attend(
     k_RGSD: Tensor,
     v_RGSD: Tensor,
     positions_R: Tensor,
+    done_RG: Tensor,
     *,
     heads: int,
     window: int | None,
@@ -489,38 +503,43 @@ def attend(
     norms: tuple[Tensor | None, Tensor | None, float, float] | None,
     values: Tensor | None,
     gates_RC: Tensor | None,
-) -> Combined:
-    """Attention of one new token a row; its key and value are written to the cache.
+    value_gates: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Attention of one new token a row [R, H·D]; its key and value are written to the cache.
 
-    `turn`: cosines and sines [R, D/2]. `norms`: weights of queries and keys, eps, and a scale. `values`: rows of a
-    value table, gated by the first of `gates_RC`.
+    `done_RG`: zeros, and zeros again afterwards. `turn`: cosines and sines [R, D/2]. `norms`: weights of queries and
+    keys, eps, and a scale. `values`: rows of a value table, gated by the first of `gates_RC`; those after
+    `value_gates` are for heads.
     """
     rows, groups, places, size = k_RGSD.shape
-    share = heads // groups
-    parts = _parts(rows * groups, places, qkv_RC.device)
-    parts_RHPD = torch.empty(rows, heads, parts, size, dtype=torch.float32, device=qkv_RC.device)
-    sums_RHP2 = torch.empty(rows, heads, parts, 2, dtype=torch.float32, device=qkv_RC.device)
+    share, device = heads // groups, qkv_RC.device
+    parts = _parts(rows * groups, places, device)
+    y_RC = torch.empty(rows, heads * size, dtype=dtype, device=device)
+    parts_RHPD = torch.empty(rows, heads, parts, size, device=device)
+    sums_RHP2 = torch.empty(rows, heads, parts, 2, device=device)
     nothing = sums_RHP2
     cos, sin = (nothing, nothing) if turn is None else turn
     q_weight, k_weight, eps, qk_scale = (None, None, 0.0, 1.0) if norms is None else norms
-    early = starts_early(qkv_RC.device)
+    early = starts_early(device)
     _attend[(rows, groups, parts)](
         qkv_RC, k_RGSD, v_RGSD, positions_R, cos, sin, nothing if q_weight is None else q_weight,
         nothing if k_weight is None else k_weight, nothing if values is None else values,
-        nothing if gates_RC is None else gates_RC, parts_RHPD, sums_RHP2, size**-0.5 * 1.4426950408889634, eps,
-        qk_scale, places, window or 2**30, cos.stride(0), 0 if values is None else values.stride(0),
-        0 if gates_RC is None else gates_RC.stride(0), H=heads, G=groups, SHARE=share,
-        HEADS=1 if share == 1 else max(16, int(triton.next_power_of_2(share))), D=size,
+        nothing if gates_RC is None else gates_RC, parts_RHPD, sums_RHP2, done_RG, y_RC,
+        size**-0.5 * 1.4426950408889634, eps, qk_scale, places, window or 2**30, cos.stride(0),
+        0 if values is None else values.stride(0), 0 if gates_RC is None else gates_RC.stride(0), value_gates,
+        H=heads, G=groups, SHARE=share, HEADS=1 if share == 1 else max(16, int(triton.next_power_of_2(share))), D=size,
         SIZE=max(16, int(triton.next_power_of_2(size))), PARTS=parts, BLOCK=32, ROPE=turn is not None,
         NORMED=norms is not None, WEIGHTED=q_weight is not None, VALUES=values is not None,
+        GATED=gates_RC is not None and gates_RC.shape[1] > value_gates,
         EXACT=k_RGSD.dtype == torch.float32 or not k_RGSD.is_cuda, EARLY=early, num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return Combined(parts_RHPD, sums_RHP2)
+    return y_RC
 
 
 def _parts(programs: int, places: int, device: torch.device) -> int:
-    """Parts of the cache: enough to fill the device, of 64 places at least, and few for the kernel that joins them."""
+    """Parts of the cache: enough to fill the device, of 64 places at least."""
     wanted = max(1, 2 * multiprocessors(device) // programs)
     return min(int(triton.next_power_of_2(wanted)), 8, max(1, int(triton.next_power_of_2(places)) // 64))
 

@@ -1,7 +1,7 @@
-"""The choice of the next token in one kernel; generation/sampling.py has the rules, and the same in torch.
+"""The choice of the next token in two kernels; generation/sampling.py has the rules, and the same in torch.
 
-One program draws for a row. Each step of a search reads the row again, which the multiprocessor's own cache holds, and
-asks at three places at once.
+The first finds the largest logits of a row, side by side. In the second one program draws for a row: each step of a
+search reads the row again, and asks at three places at once.
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from flatout.ops.kernels.decode import _wait, starts_early
 
 _MOST = 16_384  # ids that a program reads at once
+_CHUNK = 2048  # of which a program finds the largest
 
 
 @triton.jit
@@ -38,9 +39,28 @@ def _read(logits_ptr, seen_ptr, at, inside, penalty, SEEN: tl.constexpr):
 
 
 @triton.jit
-def _sample(
-    logits_ptr, floats_ptr, whole_ptr, seen_ptr, tokens_ptr, vocab, stride, seen_stride, SEEN: tl.constexpr,
+def _scan(
+    logits_ptr, floats_ptr, seen_ptr, ends_ptr, found_ptr, vocab, stride, seen_stride, SEEN: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Largest and smallest logit of a chunk, its token, and how many are no numbers."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    _wait(EARLY)
+    penalty = tl.load(floats_ptr + row * 4 + 3)
+    x = _read(logits_ptr + row * stride, seen_ptr + row * seen_stride, at, at < vocab, penalty, SEEN)
+    best, where = tl.max(x, 0, return_indices=True)
+    out = (row * tl.num_programs(1) + chunk) * 2
+    tl.store(ends_ptr + out, best)
+    tl.store(ends_ptr + out + 1, tl.min(tl.where(at < vocab, x, float("inf")), 0))
+    tl.store(found_ptr + out, chunk * BLOCK + where)
+    tl.store(found_ptr + out + 1, tl.sum((x != x).to(tl.int32), 0))
+
+
+@triton.jit
+def _sample(
+    logits_ptr, floats_ptr, whole_ptr, seen_ptr, ends_ptr, found_ptr, tokens_ptr, vocab, stride, seen_stride, chunks,
+    SEEN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     id = tl.arange(0, BLOCK)
@@ -53,15 +73,12 @@ def _sample(
     seed = tl.load(whole_ptr + row * 3 + 1)
     number = tl.load(whole_ptr + row * 3 + 2)
 
-    best, least, token, broken = -float("inf"), float("inf"), 0, 0
-    for start in range(0, vocab, BLOCK):
-        inside = start + id < vocab
-        x = _read(logits_ptr, seen_ptr, start + id, inside, penalty, SEEN)
-        found, where = tl.max(x, 0, return_indices=True)
-        token = tl.where(found > best, start + where, token)
-        best = tl.maximum(best, found)
-        least = tl.minimum(least, tl.min(tl.where(inside, x, float("inf")), 0))
-        broken += tl.sum((x != x).to(tl.int32), 0)
+    each = tl.arange(0, CHUNKS)
+    of_chunk, alive = (row * chunks + each) * 2, each < chunks
+    best, winner = tl.max(tl.load(ends_ptr + of_chunk, alive, -float("inf")), 0, return_indices=True)
+    least = tl.min(tl.load(ends_ptr + of_chunk + 1, alive, float("inf")), 0)
+    token = tl.load(found_ptr + (row * chunks + winner) * 2)
+    broken = tl.sum(tl.load(found_ptr + of_chunk + 1, alive, 0), 0)
 
     if temperature > 0.0:
         lowest = -float("inf")
@@ -77,8 +94,8 @@ def _sample(
                 one, two, three = _value(low + size), _value(low + 2 * size), _value(low + 3 * size)
                 first, second, third = 0, 0, 0
                 for start in range(0, vocab, BLOCK):
-                    at = start + id
-                    x = (_read(logits_ptr, seen_ptr, at, at < vocab, penalty, SEEN) - best) / temperature
+                    x = _read(logits_ptr, seen_ptr, start + id, start + id < vocab, penalty, SEEN)
+                    x = (x - best) / temperature
                     first += tl.sum((x >= one).to(tl.int32), 0)
                     second += tl.sum((x >= two).to(tl.int32), 0)
                     third += tl.sum((x >= three).to(tl.int32), 0)
@@ -99,8 +116,8 @@ def _sample(
                 three = tl.maximum(_value(low + 3 * size), lowest)
                 first, second, third = 0.0, 0.0, 0.0
                 for start in range(0, vocab, BLOCK):
-                    at = start + id
-                    x = (_read(logits_ptr, seen_ptr, at, at < vocab, penalty, SEEN) - best) / temperature
+                    x = _read(logits_ptr, seen_ptr, start + id, start + id < vocab, penalty, SEEN)
+                    x = (x - best) / temperature
                     mass = tl.exp(x)
                     first += tl.sum(tl.where(x >= one, mass, 0.0), 0)
                     second += tl.sum(tl.where(x >= two, mass, 0.0), 0)
@@ -132,11 +149,20 @@ def _sample(
 def sample(logits_BV: Tensor, floats_B4: Tensor, whole_B3: Tensor, seen_BV: Tensor | None, tokens_B: Tensor) -> None:
     """As `choose` in generation/sampling.py."""
     rows, vocab = logits_BV.shape
-    block = min(_MOST, int(triton.next_power_of_2(vocab)))
-    early = starts_early(logits_BV.device)
+    block, device, early = (
+        min(_MOST, int(triton.next_power_of_2(vocab))),
+        logits_BV.device,
+        starts_early(logits_BV.device),
+    )
+    chunks = triton.cdiv(vocab, _CHUNK)
+    ends_BC2 = torch.empty(rows, chunks, 2, device=device)
+    found_BC2 = torch.empty(rows, chunks, 2, dtype=torch.int32, device=device)
     seen = tokens_B if seen_BV is None else seen_BV.view(torch.uint8)
+    launch = {"SEEN": seen_BV is not None, "EARLY": early} | ({"launch_pdl": True} if early else {})
+    sizes = (vocab, logits_BV.stride(0), seen.stride(0))
+    _scan[(rows, chunks)](logits_BV, floats_B4, seen, ends_BC2, found_BC2, *sizes, BLOCK=_CHUNK, **launch)
     _sample[(rows,)](
-        logits_BV, floats_B4, whole_B3, seen, tokens_B, vocab, logits_BV.stride(0), seen.stride(0),
-        SEEN=seen_BV is not None, BLOCK=block, EARLY=early, num_warps=32 if block > 8192 else 8 if block > 1024 else 4,
-        **({"launch_pdl": True} if early else {}),
+        logits_BV, floats_B4, whole_B3, seen, ends_BC2, found_BC2, tokens_B, *sizes, chunks, BLOCK=block,
+        CHUNKS=max(2, int(triton.next_power_of_2(chunks))),
+        num_warps=32 if block > 8192 else 8 if block > 1024 else 4, **launch,
     )  # fmt: skip

@@ -45,12 +45,12 @@ class RowOperations(Operations):
             found = self.arrays[x] = x.detach().numpy()
         return found
 
-    def _layer(self, module: Any) -> tuple[Array | None, Array | None]:
+    def _layer(self, module: Any) -> tuple[Any, Array | None]:
         """Weight and bias of a layer or a norm."""
         found = self.arrays.get(module)
         if found is None:
-            own = (module.weight, module.bias)
-            found = self.arrays[module] = tuple(None if x is None else x.detach().numpy() for x in own)
+            weight, bias = (None if x is None else x.detach().numpy() for x in (module.weight, module.bias))
+            found = self.arrays[module] = weight, bias
         return found
 
     def _times(self, x_C: Array, layer: nn.Linear) -> Array:
@@ -101,7 +101,7 @@ class RowOperations(Operations):
             all_AD, made_C1[: gates.values] if gates.values else None, made_C1[gates.values :] if gates.heads else None
         )
 
-    def attention(self, mixer: Any, made: _Projected, shared: Shared, own: Own) -> Any:
+    def attention(self, mixer: Any, made: Any, shared: Shared, own: Own) -> Any:
         assert shared.decoding is not None
         assert shared.decoding.filled is not None, "one row, whose length the host knows"
         heads, groups, size, norms = mixer.heads, mixer.groups, mixer.size, mixer.norms

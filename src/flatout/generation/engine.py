@@ -21,18 +21,22 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.device import cpu_threads
 from flatout.errors import CheckpointError
 from flatout.generation.sampling import Rules, Sampling, choose
-from flatout.model.cache import LayerCache
+from flatout.model.cache import Cache, LayerCache
 from flatout.model.gpt import GPT
 from flatout.model.narrow import NarrowWeights
+from flatout.model.operations import product_type
 from flatout.model.protocol import LanguageModel
 
 MOST_LOGPROBS = 20
 MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
+SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -94,13 +98,18 @@ class Engine:
             self.cache = model.empty_cache(rows, room)
             self.tokens_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
             self.rules = Rules.room(rows, self.device, (vocab or model.vocab) if penalties else None)
+            wide = product_type(model.embedding.weight) == model.embedding.weight.dtype == torch.float32
         self.cache.kernels = kernels
+        self.cache.arrays = {} if self.device.type == "cpu" and wide else None
+        size = sum(weight.numel() for weight in model.parameters())
+        self.threads = 1 if self.device.type == "cpu" and size < SMALL else None  # of torch; None: as they are
         self.draws = self.device.type == "cuda" and find_spec("triton") is not None
         self.rows, self.room = rows, self.cache.room
         self.live: list[_Row] = []
         self.waiting: collections.deque[Request] = collections.deque()
         self.kept: list[list[int]] = [[] for _ in range(rows)]  # tokens in the cache, of rows that are not live
         self.results: collections.deque[_Result] = collections.deque()
+        self.views: dict[int, tuple[Cache, Rules, Tensor]] = {}  # of the first rows
         self.graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
         layers = self.cache.layers
         self.rewinds = all(isinstance(layer, LayerCache) and layer.places == self.room for layer in layers)
@@ -133,7 +142,8 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Gives every live request one token more, and reads the tokens of the step before."""
-        with self.scope():
+        threads = cpu_threads(self.threads or torch.get_num_threads())
+        with self.scope(), threads, np.errstate(all="ignore"):  # weights that are not finite are reported by `_read`
             for row in [row for row in self.live if row.request.ended or row.request.sent >= row.request.count]:
                 self._release(row)
             while self.waiting and len(self.live) < self.rows:
@@ -249,16 +259,21 @@ class Engine:
 
     def _pass(self, count: int) -> Tensor:
         """One token more in the first rows, in `tokens_B1`; returns the logits it was drawn from."""
-        part = self.cache.rows(0, count, level=False)
+        if count not in self.views:
+            self.views[count] = (
+                self.cache.rows(0, count, level=False),
+                self.rules.rows(0, count),
+                self.tokens_B1[:count],
+            )
+        part, rules, tokens_B1 = self.views[count]
         if count == 1 and not self.kernels:  # the host knows the length: attention reads no more than that
             part.level, part.most = True, self.live[0].filled
         elif not self.kernels:
             part.most = max(row.filled for row in self.live)
         else:
             part.length_B.clamp_(max=self.room - 1)  # of rows that are not live
-        tokens_B1 = self.tokens_B1[:count]
         logits_BV = self.model.logits(tokens_B1.clamp(min=0), part, last=True)[:, -1, : self.vocab]
-        choose(logits_BV, self.rules.rows(0, count), tokens_B1[:, 0], kernels=self.draws)
+        choose(logits_BV, rules, tokens_B1[:, 0], kernels=self.draws)
         return logits_BV
 
     def _recorded(self, rows: int) -> tuple[Callable[[], None], Tensor]:

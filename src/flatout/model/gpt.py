@@ -222,13 +222,17 @@ class GPT(nn.Module):
     def _begin(self, cache: Cache | None, *, one: bool) -> tuple[Operations, Sequence[NarrowBlock]]:
         """The form of operations for this pass, and each block's weight copies in narrower types, up to date.
 
-        With a cache it is torch's form, or for `one` token of every row that of the kernels for decoding.
+        With a cache it is torch's form, or for `one` token of every row that of the kernels for decoding or NumPy's.
         """
         how, nothing = self.execution, [NarrowBlock()] * len(self.blocks)
         if cache is not None and cache.kernels and one:
             from flatout.model.decode_operations import DecodeOperations
 
             return DecodeOperations(how, product_type(self.embedding.weight), self.copies), nothing
+        if cache is not None and cache.arrays is not None and one and cache.level:
+            from flatout.model.row_operations import RowOperations
+
+            return RowOperations(how, cache.arrays), nothing
         if how.kernels != "triton" or cache is not None:
             return Operations(how), nothing
         from flatout.model.kernel_operations import FrozenOperations, KernelOperations

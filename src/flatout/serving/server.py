@@ -34,9 +34,9 @@ def serve(
 ) -> None:
     """Serves a model by an OpenAI-compatible interface, with a chat page, until SIGINT or SIGTERM.
 
-    `model`, `device`, `best`, `base` and `weights` are as for `load_model`. `rows` texts are decoded together, by default as many
-    as fit; `queue` more may wait. `seconds` is the most for one request, `drain` the time that live ones have to finish
-    in when the server ends. Port 0 is any free one; `ready` gets the address.
+    `model`, `device`, `best`, `base` and `weights` are as for `load_model`. `rows` texts are decoded together, by
+    default as many as fit; `queue` more may wait. `seconds` is the most for one request, `drain` the time that live
+    ones have to finish in when the server ends. Port 0 is any free one; `ready` gets the address.
 
     A `host` beyond this machine needs an API key in the environment variable FLATOUT_API_KEY.
     """

@@ -229,7 +229,7 @@ class GPT(nn.Module):
             from flatout.model.decode_operations import DecodeOperations
 
             return DecodeOperations(how, product_type(self.embedding.weight), self.copies), nothing
-        if cache is not None and cache.arrays is not None and one and cache.level:
+        if cache is not None and cache.arrays is not None and one and cache.level and len(cache.length_B) == 1:
             from flatout.model.row_operations import RowOperations
 
             return RowOperations(how, cache.arrays), nothing

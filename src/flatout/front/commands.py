@@ -142,6 +142,7 @@ _ALL = (
             *MODEL,
             WEIGHTS,
             Option(("--prompt",), {"default": "\n", "help": "text to continue; default: a new line"}),
+            option("--prompts", "FILE", "continue each line, of .jsonl files its prompt; prints JSON lines"),
             number("--top-k", 1, 2**31, "sample among the K likeliest tokens"),
             *_sampling(300, 0.8),
             flag("--interactive", "ask for prompts until end of input"),

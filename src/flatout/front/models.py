@@ -46,7 +46,7 @@ from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError, quoted
 from flatout.files import disk_errors
-from flatout.generation.engine import generate_tokens
+from flatout.generation.engine import Engine, Request, fitting_rows, generate_tokens, no_probabilities
 from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
@@ -362,7 +362,7 @@ def _ready(model: GPT | CustomModel, device: Device) -> GPT | CustomModel:
 
 def generate(
     model: LoadedModel | str | Path | None = None,
-    prompt: str = "\n",
+    prompt: str | Sequence[str] = "\n",
     *,
     tokens: int = 200,
     temperature: float = 0.8,
@@ -374,30 +374,63 @@ def generate(
 ) -> Generator[str]:
     """Yields the continuation of `prompt` in pieces, as soon as each is whole text.
 
-    A `bare` one was written by no template: BOS comes before it where the model expects that.
+    Of several prompts, which are continued together, the whole texts come in their order; each has the next seed. A
+    `bare` prompt was written by no template: BOS comes before it where the model expects that.
     """
-    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    loaded = model if isinstance(model, LoadedModel) else load_model(model, weights="auto")
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    how = {"count": tokens, "stops": loaded.stops}
+    if not isinstance(prompt, str):
+        yield from _together(loaded, [_ids_of(loaded, one, bare) for one in prompt], sampling, how)
+        return
+    made = generate_tokens(
+        loaded.model,
+        _ids_of(loaded, prompt, bare),
+        sampling=sampling,
+        vocab=loaded.tokenizer.vocab,
+        kernels=loaded.kernels,
+        scope=loaded.scope,
+        cached=cached,
+        **how,
+    )
+    yield from _in_pieces(loaded.tokenizer, made, loaded.stops)
+
+
+def _ids_of(loaded: LoadedModel, prompt: str, bare: bool) -> list[int]:
     tokenizer = loaded.tokenizer
-    if bare and isinstance(tokenizer, ModelTokenizer):
-        ids = tokenizer.encode_prompt(prompt).tolist()
-    else:
-        ids = tokenizer.encode(prompt).tolist()
+    expects = bare and isinstance(tokenizer, ModelTokenizer)
+    ids = (tokenizer.encode_prompt(prompt) if expects else tokenizer.encode(prompt)).tolist()
     if not ids:
         if tokenizer.end_of_text is None:
             raise DataError("the prompt is empty", "give at least one character to continue")
         ids = [tokenizer.end_of_text]
-    made = generate_tokens(
-        loaded.model,
-        ids,
-        count=tokens,
-        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-        stops=loaded.stops,
-        vocab=tokenizer.vocab,
-        kernels=loaded.kernels,
-        scope=loaded.scope,
-        cached=cached,
-    )
-    yield from _in_pieces(tokenizer, made, loaded.stops)
+    return ids
+
+
+def _together(
+    loaded: LoadedModel, prompts: list[list[int]], sampling: Sampling, how: Mapping[str, Any]
+) -> Iterator[str]:
+    if loaded.from_python:
+        raise UsageError("a model from Python continues one prompt at a time", "give one prompt")
+    assert isinstance(loaded.model, GPT)
+    with out_of_memory():
+        rows = min(len(prompts), fitting_rows(loaded.model, loaded.device))
+        where = {"vocab": loaded.tokenizer.vocab, "kernels": loaded.kernels, "scope": loaded.scope}
+        engine = Engine(loaded.model, rows=max(1, rows), **where)
+    try:
+        requests = [
+            engine.add(Request(ids=ids, sampling=dataclasses.replace(sampling, seed=sampling.seed + place), **how))
+            for place, ids in enumerate(prompts)
+        ]
+        for request in requests:
+            with out_of_memory():
+                while not request.ended:
+                    engine.step()
+            if request.ended == "broken":
+                raise no_probabilities()
+            yield "".join(_in_pieces(loaded.tokenizer, request.made, loaded.stops))
+    finally:
+        engine.close()
 
 
 def chat(
@@ -415,7 +448,7 @@ def chat(
     `messages` are mappings with `role` and `content`, as templates have them; a `system` one may come first. Without a
     template the last message is continued as bare text.
     """
-    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    loaded = model if isinstance(model, LoadedModel) else load_model(model, weights="auto")
     said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
     if not said or not isinstance(said[-1].get("content"), str):
         raise DataError("the conversation does not end with a message", "give a text, or mappings of role and content")

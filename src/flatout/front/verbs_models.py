@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flatout
-from flatout.errors import UsageError, UserError, many, quoted
+from flatout.errors import DataError, UsageError, UserError, many, quoted
 from flatout.front.configs import load_pretraining, print_notices
 from flatout.front.words import one_line, tell
 
@@ -227,8 +227,20 @@ def _check_model(parsed: argparse.Namespace, text_option: str = "") -> str:
 
 
 def generate(parsed: argparse.Namespace) -> int:
+    prompts = None if parsed.prompts is None else _prompts_in(Path(parsed.prompts))
     model = _model(parsed, "--prompt")
     from flatout.observe.human import printable
+
+    if prompts is not None:
+        from rich.console import Console
+        from rich.progress import track
+
+        texts = flatout.generate(model, prompts, top_k=parsed.top_k, **_sampling(parsed))
+        shown = Console(stderr=True)
+        each = zip(prompts, texts, strict=True)
+        for prompt, text in track(each, "texts", len(prompts), console=shown, disable=not shown.is_terminal):
+            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
+        return 0
 
     def answer(prompt: str) -> None:
         shown = prompt if prompt.strip() and not parsed.interactive else ""
@@ -242,6 +254,29 @@ def generate(parsed: argparse.Namespace) -> int:
         answer(parsed.prompt)
         return 0
     return _converse("type a prompt, end with Ctrl-D", lambda prompt: answer(prompt or "\n"))
+
+
+def _prompts_in(path: Path) -> list[str]:
+    """The lines of a text file that are not empty, or the prompts of one whose name ends in .jsonl."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "name a text file with --prompts") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix == ".jsonl":
+            try:
+                line = json.loads(line)["prompt"]
+            except (ValueError, TypeError, KeyError):
+                line = None
+            if not isinstance(line, str):
+                raise DataError(f"{path}, line {number}, has no prompt", 'write {"prompt": "a text"} in each line')
+        found.append(line)
+    if not found:
+        raise DataError(f"{path} holds no prompts", "write one in each line")
+    return found
 
 
 def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:

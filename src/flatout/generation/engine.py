@@ -25,15 +25,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.device import cpu_threads
+from flatout.device import Device, cpu_threads
 from flatout.errors import CheckpointError
 from flatout.generation.sampling import Rules, Sampling, choose
+from flatout.host import host_memory
 from flatout.model.cache import Cache, LayerCache
 from flatout.model.gpt import GPT
 from flatout.model.narrow import NarrowWeights
 from flatout.model.operations import product_type
 from flatout.model.protocol import LanguageModel
 
+_SHARE = {"cuda": 0.6}  # of free memory for the cache
+_MOST_ROWS = {"cuda": 64}
 MOST_LOGPROBS = 20
 MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
 SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
@@ -335,6 +338,14 @@ class Engine:
                 request.ended = "stop"
             elif len(request.made) >= request.count:
                 request.ended = "length"
+
+
+def fitting_rows(model: GPT, device: Device) -> int:
+    """How many rows of a cache fit into a share of the free memory."""
+    row = sum(x.numel() * x.element_size() for layer in model.empty_cache(1).layers for x in layer.tensors())
+    free = torch.cuda.mem_get_info(device.torch_device)[0] if device.kind == "cuda" else host_memory()[0]
+    fit = int(_SHARE.get(device.kind, 0.25) * (free or 2**30)) // row
+    return max(1, min(fit, _MOST_ROWS.get(device.kind, 8)))
 
 
 def no_probabilities() -> CheckpointError:

@@ -17,33 +17,19 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flatout.data.chat_template import TemplateRefusal
 from flatout.data.library_tokenizers import ModelTokenizer
-from flatout.device import Device
 from flatout.errors import UsageError, UserError
 from flatout.front.models import LoadedModel, chat_prompt, load_model, template_of
-from flatout.generation.engine import Engine, Request, no_probabilities
+from flatout.generation.engine import Engine, Request, fitting_rows, no_probabilities
 from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
-from flatout.host import host_memory
 from flatout.model.gpt import GPT
 from flatout.resolve.fit_check import out_of_memory
 from flatout.serving.fields import Refused
 
 EVERY = 0.05  # seconds between two events of a text
 _LOOK = 0.02  # seconds between two looks at what was decoded, so that the next step is launched in time
-_SHARE = {"cuda": 0.6}  # of free memory for the cache
-_MOST_ROWS = {"cuda": 64}
-
-
-def fitting_rows(model: GPT, device: Device) -> int:
-    """How many rows of a cache fit into a share of the free memory."""
-    row = sum(x.numel() * x.element_size() for layer in model.empty_cache(1).layers for x in layer.tensors())
-    free = torch.cuda.mem_get_info(device.torch_device)[0] if device.kind == "cuda" else host_memory()[0]
-    fit = int(_SHARE.get(device.kind, 0.25) * (free or 2**30)) // row
-    return max(1, min(fit, _MOST_ROWS.get(device.kind, 8)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ SMALL = 10**7  # parameters; below it, threads wait for each other longer than t
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Request:
+class TextRequest:
     """A prompt, what to do with it, and what has come of it."""
 
     ids: Sequence[int]
@@ -64,7 +64,7 @@ class _Result:
     """Tokens of one step on their way to the host."""
 
     found: list[Tensor]  # tokens; and their log-probabilities, the likeliest ones' and the ids of those
-    requests: list[Request]
+    requests: list[TextRequest]
     done: torch.cuda.Event | None  # None where they are there
 
 
@@ -72,7 +72,7 @@ class _Result:
 class _Row:
     """A live request in a row of the cache."""
 
-    request: Request
+    request: TextRequest
     start: int  # place of the row's first token in the request's text
     filled: int  # positions
 
@@ -109,7 +109,7 @@ class Engine:
         self.draws = self.device.type == "cuda" and find_spec("triton") is not None
         self.rows, self.room = rows, self.cache.room
         self.live: list[_Row] = []
-        self.waiting: collections.deque[Request] = collections.deque()
+        self.waiting: collections.deque[TextRequest] = collections.deque()
         self.kept: list[list[int]] = [[] for _ in range(rows)]  # tokens in the cache, of rows that are not live
         self.results: collections.deque[_Result] = collections.deque()
         self.views: dict[int, tuple[Cache, Rules, Tensor]] = {}  # of the first rows
@@ -123,7 +123,7 @@ class Engine:
         self.model.copies = NarrowWeights()
         self.model.train(self.was_training)
 
-    def add(self, request: Request) -> Request:
+    def add(self, request: TextRequest) -> TextRequest:
         if not request.ids:
             raise ValueError("the prompt needs at least one token")
         if request.count > 0:
@@ -132,7 +132,7 @@ class Engine:
             request.ended = "length"
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: TextRequest) -> None:
         """Ends a request, whose row is free for others from the next step on."""
         request.ended = request.ended or "cancelled"
         if request in self.waiting:
@@ -378,7 +378,7 @@ def generate_tokens(
     penalties = sampling.repetition_penalty != 1.0
     engine = Engine(model, room=room, vocab=vocab, kernels=kernels, penalties=penalties, scope=scope)
     try:
-        request = engine.add(Request(ids=list(prompt), count=count, sampling=sampling, stops=stops))
+        request = engine.add(TextRequest(ids=list(prompt), count=count, sampling=sampling, stops=stops))
         given = 0
         while engine.busy:
             engine.step()

@@ -20,8 +20,9 @@ from typing import Any
 from flatout.data.chat_template import TemplateRefusal
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.errors import UsageError, UserError
-from flatout.front.models import LoadedModel, chat_prompt, load_model, template_of
-from flatout.generation.engine import Engine, Request, fitting_rows, no_probabilities
+from flatout.front.models import LoadedModel, load_model, template_of
+from flatout.front.texts import chat_prompt
+from flatout.generation.engine import Engine, TextRequest, fitting_rows, no_probabilities
 from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
 from flatout.model.gpt import GPT
@@ -44,7 +45,7 @@ class Prepared:
 class Text:
     """One text of a request: tokens in, events out."""
 
-    def __init__(self, id: str, choice: int, request: Request, stops: list[str], loaded: LoadedModel) -> None:
+    def __init__(self, id: str, choice: int, request: TextRequest, stops: list[str], loaded: LoadedModel) -> None:
         self.id, self.choice, self.request, self.stops = id, choice, request, stops
         self.tokenizer, self.pieces = loaded.tokenizer, TextPieces(loaded.tokenizer)
         self.read = 0  # tokens
@@ -220,7 +221,7 @@ class Decoder:
         texts = self.texts[item.id] = []
         for ids in item.prompts:
             for number in range(asked["n"]):
-                request = Request(
+                request = TextRequest(
                     ids=ids,
                     count=min(asked["count"] or self.engine.room, self.engine.room),
                     sampling=dataclasses.replace(sampling, seed=sampling.seed + number),

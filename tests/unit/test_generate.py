@@ -200,6 +200,22 @@ def test_a_text_does_not_depend_on_its_neighbours(kind):
     assert turn.made == list(uncached_tokens(model, turn.ids, count=6, sampling=GREEDY))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_invariant_engine_gives_the_same_bits_beside_others(kind):
+    model = lively_model(KINDS[kind])
+
+    def probabilities(others: int) -> list[float]:
+        engine = Engine(model, rows=4, invariant=True)
+        beside = [engine.add(one) for one in requests(others)]
+        one = engine.add(TextRequest(ids=[1, 2, 3], count=12, sampling=GREEDY, logprobs=0))
+        while engine.busy:
+            engine.step()
+        assert all(other.ended == "length" for other in beside)
+        return [own for own, _ in one.probabilities]
+
+    assert probabilities(0) == probabilities(3) == probabilities(9)
+
+
 def test_a_request_that_is_cancelled_frees_its_row():
     engine = Engine(lively_model({}), rows=1)
     first = engine.add(TextRequest(ids=[1], count=10**6, sampling=GREEDY))

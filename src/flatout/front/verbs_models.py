@@ -326,7 +326,8 @@ def chat(parsed: argparse.Namespace) -> int:
 
 
 def serve(parsed: argparse.Namespace) -> int:
-    limits = {name: getattr(parsed, name) for name in ("host", "port", "rows", "queue", "seconds", "drain")}
+    names = ("host", "port", "rows", "batch_invariant", "queue", "seconds", "drain")
+    limits = {name: getattr(parsed, name) for name in names}
     which = {"device": _check_model(parsed), "best": not parsed.last, "base": parsed.base, "weights": parsed.weights}
     ready = "serving at {} (Ctrl-C ends it)"
     flatout.serve(parsed.run, **which, **limits, ready=lambda url: print(ready.format(url), flush=True))

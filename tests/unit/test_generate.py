@@ -9,6 +9,7 @@ from flatout.errors import CheckpointError
 from flatout.generation.engine import Engine, Request, generate_tokens, uncached_tokens
 from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.model.gpt import GPT, build_model
+from flatout.model.quantize import narrow_linears
 
 VOCAB = 61
 GREEDY = Sampling(temperature=0.0)
@@ -164,6 +165,19 @@ def requests(number: int) -> list[Request]:
         )
         for one in range(number)
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_weights_of_8_bits_give_nearly_the_same_logits(kind):
+    model = lively_model(KINDS[kind])
+    tokens_BT = torch.tensor([[1, 2, 3, 4, 5]])
+    before = model.logits(tokens_BT)
+    narrow_linears(model, "int8")
+    after = model.logits(tokens_BT)
+    assert 0 < float((after - before).norm()) < 0.05 * float(before.norm())
+    made = list(generate_tokens(model, [1, 2, 3], count=30, sampling=GREEDY))
+    assert made == list(uncached_tokens(model, [1, 2, 3], count=30, sampling=GREEDY))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,6 +40,7 @@ MODEL = (
     LAST,
     Option(("--device",), {"default": "auto", "help": "auto, cpu, mps, cuda or cuda:N"}),
 )
+WEIGHTS = choice("--weights", ("auto", "fp32", "bf16", "int8"), "of linear layers; auto: bf16 on a GPU", default="auto")
 _HOSTS = verbs_training.MOST_PROCESSES
 TRAINING = (
     option("--resume", "auto|PATH", "resume a run: auto (if there is one), a run folder or a checkpoint"),
@@ -127,6 +128,7 @@ _ALL = (
             option("--data", "FOLDER", "shards to measure on instead; of a fine-tuned run also its folder of samples"),
             choice("--split", ("val", "train"), "which split to measure", default="val"),
             number("--tokens", 1, 2**40, "measure this many tokens from the start"),
+            choice("--weights", ("bf16", "int8"), "measure with narrower weights, too, and what they cost"),
             JSON,
         ),
         "Measure a trained model on its validation text: loss, perplexity, bits per byte.",
@@ -138,6 +140,7 @@ _ALL = (
         "continue a prompt with a trained model",
         (
             *MODEL,
+            WEIGHTS,
             Option(("--prompt",), {"default": "\n", "help": "text to continue; default: a new line"}),
             number("--top-k", 1, 2**31, "sample among the K likeliest tokens"),
             *_sampling(300, 0.8),
@@ -152,6 +155,7 @@ _ALL = (
         "talk to a fine-tuned model",
         (
             *MODEL,
+            WEIGHTS,
             Option(("--message",), {"help": "say this, print the answer and leave; default: ask until end of input"}),
             Option(("--system",), {"help": "what the conversation begins with, for models that take it"}),
             *_sampling(500, 0.7, 0.95),

@@ -44,7 +44,7 @@ from flatout.engine.custom import CustomModel, CustomParts, ModelFromPython, che
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
-from flatout.errors import CheckpointError, DataError, UsageError
+from flatout.errors import CheckpointError, DataError, UsageError, quoted
 from flatout.files import disk_errors
 from flatout.generation.engine import generate_tokens
 from flatout.generation.sampling import Sampling
@@ -56,6 +56,7 @@ from flatout.model.hub import DTYPES, Description, description_of, model_type_of
 from flatout.model.hub_folder import export_huggingface, find_model, load_described
 from flatout.model.merge import Retention
 from flatout.model.merge import merge as merge_adapters
+from flatout.model.quantize import narrow_linears
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
 from flatout.resolve.case import Probes, no_triton
@@ -64,6 +65,8 @@ from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.opening import DataSource, samples_folder
 from flatout.resolve.switches import scan_for
 from flatout.shown import ShortlyShown, Shown
+
+WEIGHTS = ("auto", "fp32", "bf16", "int8")
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
@@ -87,6 +90,7 @@ class LoadedModel(ShortlyShown):
     base_name: str | None = None  # where an adapter's folder found them
     bare: bool = False  # an adapter of ours that was taught without a template
     quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
+    weights: str = "fp32"  # of its linear layers
 
     def _shown_rows(self) -> dict[str, Any]:
         size = sum(parameter.numel() for parameter in self.model.parameters())
@@ -117,6 +121,16 @@ class LoadedModel(ShortlyShown):
             logits = self.model.logits(tokens if tokens.ndim == 2 else tokens[None])
         return logits if tokens.ndim == 2 else logits[0]
 
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """The arithmetic of every pass."""
+        narrow = self.weights == "bf16" or (self.weights == "int8" and self.device.kind == "cuda")
+        return arithmetic("bf16" if narrow else "fp32", False, self.device.torch_device)
+
+    @property
+    def kernels(self) -> bool:
+        """Whether text is decoded by kernels of ours in recorded graphs."""
+        return self.device.kind == "cuda" and no_triton(self.device, Probes()) is None
+
     @property
     def config(self):  # of the type of `LoadedConfig.config`
         """The `RunConfig` of the run that it comes from, or None."""
@@ -140,12 +154,29 @@ def load_model(
     best: bool = True,
     base: str | None = None,
     model: ModelFromPython | None = None,
+    weights: str = "fp32",
 ) -> LoadedModel:
     """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
 
     Without a path, the newest run under runs/. `base` is the model that adapters were trained on, where their own files
     do not name it, or name a place where it is not. `model` is what `train` was given as `model=`, which no file holds.
+    `weights` are those of linear layers: fp32, bf16 or int8, or auto for bf16 on a GPU and fp32 elsewhere. Models of
+    others than fp32 are for text and `evaluate`, not for `export`.
     """
+    if weights not in WEIGHTS:
+        raise UsageError(f"weights={quoted(weights)} is unknown", f"use one of {', '.join(WEIGHTS)}")
+    loaded = _load(path, device=device, best=best, base=base, model=model)
+    if weights == "auto":
+        weights = "bf16" if loaded.device.kind == "cuda" else "fp32"
+    if weights == "fp32" or not isinstance(loaded.model, GPT):
+        return loaded
+    narrow_linears(loaded.model, weights)
+    return dataclasses.replace(loaded, weights=weights)
+
+
+def _load(
+    path: str | Path | None, *, device: str, best: bool, base: str | None, model: ModelFromPython | None
+) -> LoadedModel:
     origin = newest_run() if path is None else Path(path)
     found = detect_device(device)
     adapter = (origin / ADAPTER_CONFIG).is_file()
@@ -361,7 +392,8 @@ def generate(
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
         stops=loaded.stops,
         vocab=tokenizer.vocab,
-        kernels=loaded.device.kind == "cuda" and no_triton(loaded.device, Probes()) is None,
+        kernels=loaded.kernels,
+        scope=loaded.scope,
         cached=cached,
     )
     yield from _in_pieces(tokenizer, made, loaded.stops)
@@ -479,7 +511,7 @@ def evaluate(
     batches = source.evaluation(batch_size, Delivery(device=device), tokens, split)
     rate = tokens_per_byte(source.split(split), source.tokenizer, apart=source.apart)
     with out_of_memory():
-        loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
+        loss, count = evaluate_model(loaded.model, batches, loaded.scope)
     return Evaluation(
         loss=loss,
         perplexity=perplexity(loss),
@@ -544,6 +576,10 @@ def export(
     if dtype not in (None, *DTYPES):
         raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
+    if loaded.weights != "fp32":
+        raise UsageError(
+            f"the model was loaded with {loaded.weights} weights", "load it with weights='fp32'"
+        )
     if loaded.from_python:
         raise CheckpointError(
             f"{loaded.origin} was trained with a model from Python (model=), and no model of transformers computes it",

@@ -187,18 +187,21 @@ def _check_shards(parsed: argparse.Namespace) -> None:
 
 
 def evaluate(parsed: argparse.Namespace) -> int:
-    model = _model(parsed)
-    result = flatout.evaluate(model, data=parsed.data, split=parsed.split, tokens=parsed.tokens)
+    what = {"data": parsed.data, "split": parsed.split, "tokens": parsed.tokens}
+    result = flatout.evaluate(_model(parsed, weights="fp32"), **what)
+    narrow = None if parsed.weights is None else flatout.evaluate(_model(parsed), **what)
     if parsed.json:
-        print(json.dumps(vars(result)))
-    else:
-        bits = "" if result.bits_per_byte is None else f"  bits/byte {result.bits_per_byte:.4f}"
-        print(f"{result.origin} on {result.tokens:,} {result.split} tokens:")
-        print(f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}{bits}")
+        print(json.dumps(vars(result) | ({} if narrow is None else {f"{parsed.weights}_loss": narrow.loss})))
+        return 0
+    bits = "" if result.bits_per_byte is None else f"  bits/byte {result.bits_per_byte:.4f}"
+    print(f"{result.origin} on {result.tokens:,} {result.split} tokens:")
+    print(f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}{bits}")
+    if narrow is not None:
+        print(f"{parsed.weights} weights: loss {narrow.loss:.4f} ({narrow.loss - result.loss:+.4f})")
     return 0
 
 
-def _model(parsed: argparse.Namespace, text_option: str = "") -> "LoadedModel":
+def _model(parsed: argparse.Namespace, text_option: str = "", weights: str | None = None) -> "LoadedModel":
     """The model that words name. What cannot be a model or a device is refused before anything heavy is imported."""
     if parsed.run is not None and (not parsed.run or not Path(parsed.run).is_dir()):
         from flatout.config.suggest import run_hint
@@ -211,7 +214,8 @@ def _model(parsed: argparse.Namespace, text_option: str = "") -> "LoadedModel":
     device = getattr(parsed, "device", "cpu")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", device):
         raise UsageError(f"--device {quoted(device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
-    return flatout.load_model(parsed.run, device=device, best=not parsed.last, base=parsed.base)
+    how = {"device": device, "best": not parsed.last, "base": parsed.base}
+    return flatout.load_model(parsed.run, **how, weights=weights or getattr(parsed, "weights", "fp32"))
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

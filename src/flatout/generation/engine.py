@@ -35,6 +35,7 @@ from flatout.model.operations import product_type
 from flatout.model.protocol import LanguageModel
 
 MOST_LOGPROBS = 20
+MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
 SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
 
 
@@ -146,7 +147,7 @@ class Engine:
             for row in [row for row in self.live if row.request.ended or row.request.sent >= row.request.count]:
                 self._release(row)
             while self.waiting and len(self.live) < self.rows:
-                self._admit(self.waiting.popleft())
+                self._admit()
             for row in [row for row in self.live if row.filled >= self.room]:
                 self._go_on(row)
             launched = [row for row in self.live if row.request.sent < row.request.count]
@@ -157,18 +158,31 @@ class Engine:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _admit(self, request: Request) -> None:
-        """Reads the prompt into a row; its first token comes with it."""
-        start = max(0, len(request.ids) - self.room)
-        ids = list(request.ids[start:])
-        place = len(self.live)
-        found, shared = max(
-            ((row, self._shared(self.kept[row], ids)) for row in range(place, self.rows)), key=lambda pair: pair[1]
-        )
-        self._swap(place, found)
-        row = _Row(request, start, 0)
-        self.live.append(row)
-        self._begin(row, ids, shared)
+    def _admit(self) -> None:
+        """Reads the next prompts into rows, as many as suit one pass; their first tokens come with them."""
+        texts: list[list[int]] = []
+        shared = 0
+        while self.waiting and len(self.live) < self.rows and not shared:
+            request, place = self.waiting[0], len(self.live)
+            start = max(0, len(request.ids) - self.room)
+            ids = list(request.ids[start:])
+            found, known = max(
+                ((row, self._shared(self.kept[row], ids)) for row in range(place, self.rows)), key=lambda pair: pair[1]
+            )
+            if texts and (known or not self._suits(ids, texts)):
+                break
+            self.waiting.popleft()
+            self._swap(place, found)
+            self.live.append(_Row(request, start, 0))
+            texts.append(ids)
+            shared = known
+        self._begin(self.live[-len(texts) :], texts, shared)
+
+    def _suits(self, ids: list[int], texts: list[list[int]]) -> bool:
+        """Whether a prompt joins a pass: rows are filled up to the longest, and what fills them must stay unseen."""
+        lengths = [len(ids), *map(len, texts)]
+        unseen = self.rewinds or len(set(lengths)) == 1
+        return unseen and max(lengths) <= 2 * min(lengths) and len(lengths) * max(lengths) <= MOST_PROMPT_TOKENS
 
     def _shared(self, kept: list[int], ids: list[int]) -> int:
         """How many first tokens of `ids` need not be read again; at least one is, whose logits are needed."""
@@ -176,17 +190,24 @@ class Engine:
         same = next((place for place in range(most) if kept[place] != ids[place]), most)
         return same if self.rewinds or same == len(kept) else 0
 
-    def _begin(self, row: _Row, ids: list[int], shared: int = 0) -> None:
-        place, request = self.live.index(row), row.request
-        part = self.cache.rows(place, 1, level=True)
+    def _begin(self, rows: list[_Row], texts: list[list[int]], shared: int = 0) -> None:
+        """Reads texts into live rows side by side; of a single one, the tokens after the `shared` first."""
+        first, count, longest = self.live.index(rows[0]), len(rows), max(map(len, texts))
+        part = self.cache.rows(first, count, level=True)
         part.clear()
-        part.start_at(shared, ids[shared - 1] if shared else 0)
-        tokens_BT = torch.tensor([ids[shared:]], device=self.device)
-        logits_BV = self.model.logits(tokens_BT, part, last=True)[:, -1, : self.vocab]
-        row.filled = len(ids)
-        self.rules.assign(place, request.sampling, len(request.made), [*request.ids, *request.made])
-        choose(logits_BV, self.rules.rows(place, 1), self.tokens_B1[place : place + 1, 0], kernels=self.draws)
-        self._send([row], self.tokens_B1[place : place + 1, 0], logits_BV)
+        part.start_at(shared, texts[0][shared - 1] if shared else 0)
+        filled = [ids[shared:] + [0] * (longest - len(ids)) for ids in texts]
+        tokens_BT = torch.tensor(filled, device=self.device)
+        ends_B = torch.tensor([len(ids) - shared - 1 for ids in texts], device=self.device)
+        logits_BV = self.model.logits(tokens_BT, part, last=ends_B)[:, -1, : self.vocab]
+        part.end_at(ends_B + shared + 1, tokens_BT.gather(1, ends_B[:, None]))
+        for place, (row, ids) in enumerate(zip(rows, texts, strict=True), first):
+            row.filled = len(ids)
+            request = row.request
+            self.rules.assign(place, request.sampling, len(request.made), [*request.ids, *request.made])
+        tokens_B = self.tokens_B1[first : first + count, 0]
+        choose(logits_BV, self.rules.rows(first, count), tokens_B, kernels=self.draws)
+        self._send(rows, tokens_B, logits_BV)
 
     def _go_on(self, row: _Row) -> None:
         """A row that is full: from the second half of its text, or not at all."""
@@ -199,7 +220,7 @@ class Engine:
             return
         text = [*request.ids, *request.made]
         row.start = len(text) - max(1, self.room // 2)
-        self._begin(row, text[row.start :])
+        self._begin([row], [text[row.start :]])
 
     def _release(self, row: _Row) -> None:
         """Frees the row; the last live one takes its place."""

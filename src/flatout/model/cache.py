@@ -166,6 +166,12 @@ class Cache:
         self.last_B1.fill_(before)
 
     @torch.no_grad()
+    def end_at(self, length_B: Tensor, last_B1: Tensor) -> None:
+        """Each row has this many positions, and this last token: what is behind them stays unseen."""
+        self.length_B.copy_(length_B)
+        self.last_B1.copy_(last_B1)
+
+    @torch.no_grad()
     def swap(self, one: int, other: int) -> None:
         """Exchanges two rows."""
         for x in self._tensors():

@@ -160,12 +160,17 @@ class Int8Linear(nn.Linear):
         return F.linear(x, (self.weight * self.scale_N[:, None]).to(x.dtype), self.bias)
 
 
-def narrow_linears(model: GPT) -> None:
-    """Puts the linear layers of all blocks into 8 bits."""
+def narrow_linears(model: GPT, weights: str) -> None:
+    """Puts the linear layers of all blocks, but those with adapters or in 4 bits, into `bf16` or `int8`."""
     for block in model.blocks:
         assert isinstance(block, Block)
         for name, linear in block.linears().items():
-            block.set_linear(name, Int8Linear(linear))
+            if type(linear) is not nn.Linear:
+                continue
+            if weights == "int8" and linear.in_features % 4 == 0:  # kernels read four numbers at once
+                block.set_linear(name, Int8Linear(linear))
+            else:
+                linear.weight.data = linear.weight.data.to(torch.bfloat16)
 
 
 def check_quantizing(device: torch.device) -> None:

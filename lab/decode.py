@@ -22,7 +22,7 @@ import torch
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
 from flatout.device import arithmetic
-from flatout.generation.engine import Engine, Request
+from flatout.generation.engine import Engine, TextRequest
 from flatout.generation.sampling import Sampling
 from flatout.model.execution import Execution
 from flatout.model.gpt import empty_model
@@ -81,7 +81,7 @@ def ours(case: str, rows: int, asked: argparse.Namespace) -> dict[str, Any]:
 
         def text() -> None:
             for prompt in prompts:
-                engine.add(Request(ids=prompt, count=tokens, sampling=Sampling(temperature=0.0)))
+                engine.add(TextRequest(ids=prompt, count=tokens, sampling=Sampling(temperature=0.0)))
             engine.kept = [[] for _ in range(rows)]  # no prompt is known
             while engine.busy:
                 engine.step()

@@ -23,6 +23,7 @@ LAYERS = [
     {"tuning", "diagnose"},
     {"observe"},
     {"front"},
+    {"serving"},
     {"api", "cli"},
     {"__main__"},
 ]

@@ -27,8 +27,8 @@ HELD = {
     "lines that the formatter skips": 95,  # all Python outside tests
     "modules": 225,  # of src/flatout, as all the following
     "modules with one importer": 36,
-    "settings": 145,  # leaves of RunConfig, and environment variables of our own
-    "verbs": 19,
+    "settings": 146,  # leaves of RunConfig, and environment variables of our own
+    "verbs": 20,
     "class names with two meanings": 0,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
     "modules that engine/setup.py imports": 19,  # of our own

@@ -86,7 +86,7 @@ MISTAKES = [
     ["generate", "--top-p", "2"], ["eval", "nowhere"], ["config", "expalin"], ["config", "copy"],
     ["train", "a", "b"], ["train", "--resume"], ["train", "--resume", "nowhere"], ["export", "only-one"],
     ["train", "--hardware", "7gb"], ["generate", "--device", "tpu"], ["eval", "--split", "test"],
-    ["config", "schema", "extra"], ["train", "model.width=100", "model.heads=7"], ["-x"], [""], ["serve"],
+    ["config", "schema", "extra"], ["train", "model.width=100", "model.heads=7"], ["-x"], [""], ["serve", "nowhere"],
     ["bench", "--seconds", "1"], ["finetune", "batch_size=4"], ["train", "a", "--config", "b"],
 ]  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (["train", "gradient_clip=1"], "optim.clip"),
         (["train", "model.d_model=64"], "model.width"),
         (["explain"], "flatout config explain"),
-        (["speed"], "flatout --help"),
+        (["velocity"], "flatout --help"),
         (["train", "speed.flash=true"], "speed.attention"),
         (["train", "speed.tf32=true"], "speed.precision"),
         (["train", "speed.precision=float32"], "Did you mean fp32"),

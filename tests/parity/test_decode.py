@@ -7,7 +7,7 @@ from flatout.config.schema import ModelConfig
 from flatout.generation.engine import Engine, uncached_tokens
 from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.model.gpt import GPT, build_model
-from flatout.model.quantize import Int8Linear
+from flatout.model.int8 import Int8Linear
 from tests.unit.test_generate import KINDS, requests
 
 decode = pytest.importorskip("flatout.ops.kernels.decode")

@@ -6,7 +6,7 @@ import torch
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
-from flatout.generation.engine import Engine, Request, generate_tokens, uncached_tokens
+from flatout.generation.engine import Engine, TextRequest, generate_tokens, uncached_tokens
 from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.model.gpt import GPT, build_model
 from flatout.model.quantize import narrow_linears
@@ -149,7 +149,25 @@ KINDS = {
 }
 
 
-def requests(number: int) -> list[Request]:
+KINDS_OF_ONE_ROW = KINDS | {
+    "learned": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "residual_scale": 0.5},
+    "grouped values": {"family": "gpt", "kv_heads": 2, "value_tables": 1, "norm": "rmsnorm", "qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ONE_ROW)
+def test_one_row_in_numpy_gives_the_logits_of_torch(kind):
+    model, text = lively_model(KINDS_OF_ONE_ROW[kind]), [3, 1, 4, 1, 5, 9, 2, 6]
+    caches = model.empty_cache(), model.empty_cache()
+    caches[1].arrays = {}
+    with torch.inference_mode():
+        for first, end in [(0, 3), *((place, place + 1) for place in range(3, 8))]:
+            one, other = (model.logits(torch.tensor([text[first:end]]), cache, last=True) for cache in caches)
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+    assert caches[1].arrays, "the passes of one token used NumPy"
+
+
+def requests(number: int) -> list[TextRequest]:
     draw = random.Random(0)
     rules = (
         {"temperature": 0.0},
@@ -158,7 +176,7 @@ def requests(number: int) -> list[Request]:
         {"temperature": 0.8, "top_p": 0.8, "repetition_penalty": 1.3},
     )
     return [
-        Request(
+        TextRequest(
             ids=[draw.randrange(VOCAB) for _ in range(draw.choice([1, 3, 10, 24, 30]))],
             count=draw.choice([1, 2, 9, 40]),
             sampling=Sampling(**rules[one % 4], seed=one),
@@ -194,7 +212,7 @@ def test_a_text_does_not_depend_on_its_neighbours(kind):
         assert one.made == list(uncached_tokens(model, one.ids, count=one.count, sampling=one.sampling)), one
     # A chat's next turn finds the row that has its beginning.
     text = [*made[-1].ids, *made[-1].made]
-    turn = engine.add(Request(ids=[*text[-12:], 5], count=6, sampling=GREEDY))
+    turn = engine.add(TextRequest(ids=[*text[-12:], 5], count=6, sampling=GREEDY))
     while engine.busy:
         engine.step()
     assert turn.made == list(uncached_tokens(model, turn.ids, count=6, sampling=GREEDY))
@@ -202,8 +220,8 @@ def test_a_text_does_not_depend_on_its_neighbours(kind):
 
 def test_a_request_that_is_cancelled_frees_its_row():
     engine = Engine(lively_model({}), rows=1)
-    first = engine.add(Request(ids=[1], count=10**6, sampling=GREEDY))
-    second = engine.add(Request(ids=[2], count=3, sampling=GREEDY))
+    first = engine.add(TextRequest(ids=[1], count=10**6, sampling=GREEDY))
+    second = engine.add(TextRequest(ids=[2], count=3, sampling=GREEDY))
     for _ in range(5):
         engine.step()
     engine.cancel(first)
@@ -215,7 +233,7 @@ def test_a_request_that_is_cancelled_frees_its_row():
 def test_a_full_context_ends_a_request_that_does_not_slide():
     model = lively_model({}, context=8)
     engine = Engine(model)
-    request = engine.add(Request(ids=[1, 2, 3], count=50, sampling=GREEDY, slides=False))
+    request = engine.add(TextRequest(ids=[1, 2, 3], count=50, sampling=GREEDY, slides=False))
     while engine.busy:
         engine.step()
     assert (request.ended, len(request.made)) == ("length", 6)  # five places, and the token after the last of them
@@ -224,7 +242,7 @@ def test_a_full_context_ends_a_request_that_does_not_slide():
 def test_probabilities_of_tokens_are_those_of_the_model():
     model = lively_model({})
     engine = Engine(model)
-    request = engine.add(Request(ids=[1, 2, 3], count=4, sampling=GREEDY, logprobs=3))
+    request = engine.add(TextRequest(ids=[1, 2, 3], count=4, sampling=GREEDY, logprobs=3))
     while engine.busy:
         engine.step()
     text = [1, 2, 3]

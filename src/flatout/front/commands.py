@@ -142,6 +142,7 @@ _ALL = (
             *MODEL,
             WEIGHTS,
             Option(("--prompt",), {"default": "\n", "help": "text to continue; default: a new line"}),
+            option("--prompts", "FILE", "continue each line, of .jsonl files its prompt; prints JSON lines"),
             number("--top-k", 1, 2**31, "sample among the K likeliest tokens"),
             *_sampling(300, 0.8),
             flag("--interactive", "ask for prompts until end of input"),
@@ -162,6 +163,25 @@ _ALL = (
         ),
         "Talk to a chat model: a fine-tuned run, or a Hugging Face folder.",
         text="--message",
+    ),
+    Command(
+        "serve",
+        verbs_models.serve,
+        "serve a model by an OpenAI-compatible interface, with a chat page",
+        (
+            *MODEL,
+            WEIGHTS,
+            option("--host", "ADDRESS", "listen here; default 127.0.0.1, this machine only", default="127.0.0.1"),
+            number("--port", 0, 65535, "0: any free one; default 8000", default=8000),
+            number("--rows", 1, 4096, "texts decoded together; default: as many as fit, 64 on a GPU and 8 on a CPU"),
+            number("--queue", 0, 1_000_000, "texts that may wait for a row; default 100", default=100),
+            number("--seconds", 0.1, 1e6, "most time for one request; default 600", default=600.0),
+            number("--drain", 0.0, 1e6, "time for live requests to finish at the end; default 30", default=30.0),
+        ),
+        "Serve a model on this machine: /v1/chat/completions and /v1/completions as OpenAI has them, /metrics for "
+        "Prometheus, and a chat page at /. SIGINT and SIGTERM let live requests finish first. With --host, other "
+        "machines may ask, with the API key in FLATOUT_API_KEY.",
+        processes="one",
     ),
     Command(
         "export",

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, v
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
 from flatout.config.load import LoadedConfig, load_stored, with_values
 from flatout.config.source import Source
-from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template, read_templates, template_from_json
+from flatout.data.chat_template import ChatTemplate, load_template, read_templates, template_from_json
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import stops_of
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
@@ -39,8 +39,6 @@ from flatout.engine.custom import CustomModel, CustomParts, ModelFromPython, che
 from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError, quoted
 from flatout.files import disk_errors
-from flatout.generation.engine import generate_tokens
-from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
@@ -349,116 +347,6 @@ def _ready(model: GPT | CustomModel, device: Device) -> GPT | CustomModel:
         model.use(dataclasses.replace(model.execution, scan=scan_for(device)))
     with out_of_memory():
         return model.to(device.torch_device).eval()
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
-def generate(
-    model: LoadedModel | str | Path | None = None,
-    prompt: str = "\n",
-    *,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    cached: bool = True,
-    bare: bool = True,
-) -> Generator[str]:
-    """Yields the continuation of `prompt` in pieces, as soon as each is whole text.
-
-    A `bare` one was written by no template: BOS comes before it where the model expects that.
-    """
-    loaded = model if isinstance(model, LoadedModel) else load_model(model)
-    tokenizer = loaded.tokenizer
-    if bare and isinstance(tokenizer, ModelTokenizer):
-        ids = tokenizer.encode_prompt(prompt).tolist()
-    else:
-        ids = tokenizer.encode(prompt).tolist()
-    if not ids:
-        if tokenizer.end_of_text is None:
-            raise DataError("the prompt is empty", "give at least one character to continue")
-        ids = [tokenizer.end_of_text]
-    made = generate_tokens(
-        loaded.model,
-        ids,
-        count=tokens,
-        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-        stops=loaded.stops,
-        vocab=tokenizer.vocab,
-        kernels=loaded.kernels,
-        scope=loaded.scope,
-        cached=cached,
-    )
-    yield from _in_pieces(tokenizer, made, loaded.stops)
-
-
-def chat(
-    model: LoadedModel | str | Path | None,
-    messages: str | Sequence[Mapping[str, Any]],
-    *,
-    tokens: int = 500,
-    temperature: float = 0.7,
-    top_k: int | None = None,
-    top_p: float | None = 0.95,
-    seed: int = 0,
-) -> Generator[str]:
-    """Yields the answer of a chat model to a message, or to a conversation that ends with one, in pieces.
-
-    `messages` are mappings with `role` and `content`, as templates have them; a `system` one may come first. Without a
-    template the last message is continued as bare text.
-    """
-    loaded = model if isinstance(model, LoadedModel) else load_model(model)
-    said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-    if not said or not isinstance(said[-1].get("content"), str):
-        raise DataError("the conversation does not end with a message", "give a text, or mappings of role and content")
-    prompt = chat_prompt(loaded, said[-1]["content"], said[:-1])
-    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    yield from generate(loaded, prompt, tokens=tokens, bare=False, **how)
-
-
-def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stops: Collection[int]) -> Iterator[str]:
-    """Text as it becomes whole. A character of several tokens waits for its last one.
-
-    Only the tokens since the piece before the last are decoded again, so long outputs cost no more per token than
-    short ones; the piece before is kept for tokenizers that write a space differently at the start of a text.
-    """
-    ids: list[int] = []
-    piece, fresh = 0, 0  # where the last piece began, and where it ended
-    for token in tokens:
-        if token in stops:
-            break
-        ids.append(token)
-        before, now = tokenizer.decode(ids[piece:fresh]), tokenizer.decode(ids[piece:])
-        if len(now) > len(before) and not now.endswith("\ufffd"):
-            yield now[len(before) :]
-            piece, fresh = fresh, len(ids)
-    rest = tokenizer.decode(ids[piece:])[len(tokenizer.decode(ids[piece:fresh])) :]
-    if rest:
-        yield rest
-
-
-def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The text after which the model answers `message`, by the template it was taught with.
-
-    Without one it is the message, after BOS where the model expects it.
-    """
-    template = template_of(model)
-    if template is None:
-        return (model.tokenizer.begin or "") + message if isinstance(model.tokenizer, ModelTokenizer) else message
-    try:
-        return template.render([*history, {"role": "user", "content": message}], add_generation_prompt=True)
-    except TemplateRefusal as error:
-        raise DataError(
-            f"the chat template refuses the conversation: {error}",
-            "leave --system out if it has no place for it, or continue a bare text with `flatout generate`",
-        ) from error
-
-
-def is_untaught(model: LoadedModel) -> bool:
-    """Whether a model has no template to chat by and was not taught to do without one either."""
-    return not model.taught and template_of(model) is None
 
 
 def template_of(model: LoadedModel) -> ChatTemplate | None:

@@ -1,4 +1,4 @@
-"""The verbs about text and models: prepare, eval, generate, chat and export.
+"""The verbs about text and models: prepare, eval, generate, chat, serve and export.
 
 Contract: as in `flatout.cli`. `prepare` needs no torch; input that could not be used is listed after the result,
 and the exit code is 3.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flatout
-from flatout.errors import UsageError, UserError, many, quoted
+from flatout.errors import DataError, UsageError, UserError, many, quoted
 from flatout.front.configs import load_pretraining, print_notices
 from flatout.front.words import one_line, tell
 
@@ -203,7 +203,18 @@ def evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _model(parsed: argparse.Namespace, text_option: str = "", weights: str | None = None) -> "LoadedModel":
-    """The model that words name. What cannot be a model or a device is refused before anything heavy is imported."""
+    """The model that words name."""
+    how = {"device": _check_model(parsed, text_option), "best": not parsed.last, "base": parsed.base}
+    gc.disable()  # what is imported stays, and looking through it takes a tenth of the time to a first token
+    try:
+        return flatout.load_model(parsed.run, **how, weights=weights or getattr(parsed, "weights", "fp32"))
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _check_model(parsed: argparse.Namespace, text_option: str = "") -> str:
+    """Refuses what cannot be a model or a device before anything heavy is imported; returns the device."""
     if parsed.run is not None and (not parsed.run or not Path(parsed.run).is_dir()):
         from flatout.config.suggest import run_hint
 
@@ -215,21 +226,27 @@ def _model(parsed: argparse.Namespace, text_option: str = "", weights: str | Non
     device = getattr(parsed, "device", "cpu")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", device):
         raise UsageError(f"--device {quoted(device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
-    how = {"device": device, "best": not parsed.last, "base": parsed.base}
-    gc.disable()  # what is imported stays, and looking through it takes a tenth of the time to a first token
-    try:
-        return flatout.load_model(parsed.run, **how, weights=weights or getattr(parsed, "weights", "fp32"))
-    finally:
-        gc.freeze()
-        gc.enable()
+    return device
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
 def generate(parsed: argparse.Namespace) -> int:
+    prompts = None if parsed.prompts is None else _prompts_in(Path(parsed.prompts))
     model = _model(parsed, "--prompt")
     from flatout.shown import printable
+
+    if prompts is not None:
+        from rich.console import Console
+        from rich.progress import track
+
+        texts = flatout.generate(model, prompts, top_k=parsed.top_k, **_sampling(parsed))
+        shown = Console(stderr=True)
+        each = zip(prompts, texts, strict=True)
+        for prompt, text in track(each, "texts", len(prompts), console=shown, disable=not shown.is_terminal):
+            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
+        return 0
 
     def answer(prompt: str) -> None:
         shown = prompt if prompt.strip() and not parsed.interactive else ""
@@ -243,6 +260,29 @@ def generate(parsed: argparse.Namespace) -> int:
         answer(parsed.prompt)
         return 0
     return _converse("type a prompt, end with Ctrl-D", lambda prompt: answer(prompt or "\n"))
+
+
+def _prompts_in(path: Path) -> list[str]:
+    """The lines of a text file that are not empty, or the prompts of one whose name ends in .jsonl."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "name a text file with --prompts") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix == ".jsonl":
+            try:
+                line = json.loads(line)["prompt"]
+            except (ValueError, TypeError, KeyError):
+                line = None
+            if not isinstance(line, str):
+                raise DataError(f"{path}, line {number}, has no prompt", 'write {"prompt": "a text"} in each line')
+        found.append(line)
+    if not found:
+        raise DataError(f"{path} holds no prompts", "write one in each line")
+    return found
 
 
 def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -289,6 +329,15 @@ def chat(parsed: argparse.Namespace) -> int:
         answer(parsed.message)
         return 0
     return _converse("type a message, end with Ctrl-D", answer)
+
+
+def serve(parsed: argparse.Namespace) -> int:
+    limits = {name: getattr(parsed, name) for name in ("host", "port", "rows", "queue", "seconds", "drain")}
+    which = {"device": _check_model(parsed), "best": not parsed.last, "base": parsed.base, "weights": parsed.weights}
+    ready = "serving at {} (Ctrl-C ends it)"
+    flatout.serve(parsed.run, **which, **limits, ready=lambda url: print(ready.format(url), flush=True))
+    print("stopped", file=sys.stderr)
+    return 0
 
 
 # --- folders for others -----------------------------------------------------------------------------------------------

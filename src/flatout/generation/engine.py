@@ -25,22 +25,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.device import cpu_threads
+from flatout.device import Device, cpu_threads
 from flatout.errors import CheckpointError
 from flatout.generation.sampling import Rules, Sampling, choose
+from flatout.host import host_memory
 from flatout.model.cache import Cache, LayerCache
 from flatout.model.gpt import GPT
 from flatout.model.narrow import NarrowWeights
 from flatout.model.operations import product_type
 from flatout.model.protocol import LanguageModel
 
+_SHARE = {"cuda": 0.6}  # of free memory for the cache
+_MOST_ROWS = {"cuda": 64}
 MOST_LOGPROBS = 20
 MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
 SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Request:
+class TextRequest:
     """A prompt, what to do with it, and what has come of it."""
 
     ids: Sequence[int]
@@ -61,7 +64,7 @@ class _Result:
     """Tokens of one step on their way to the host."""
 
     found: list[Tensor]  # tokens; and their log-probabilities, the likeliest ones' and the ids of those
-    requests: list[Request]
+    requests: list[TextRequest]
     done: torch.cuda.Event | None  # None where they are there
 
 
@@ -69,7 +72,7 @@ class _Result:
 class _Row:
     """A live request in a row of the cache."""
 
-    request: Request
+    request: TextRequest
     start: int  # place of the row's first token in the request's text
     filled: int  # positions
 
@@ -106,7 +109,7 @@ class Engine:
         self.draws = self.device.type == "cuda" and find_spec("triton") is not None
         self.rows, self.room = rows, self.cache.room
         self.live: list[_Row] = []
-        self.waiting: collections.deque[Request] = collections.deque()
+        self.waiting: collections.deque[TextRequest] = collections.deque()
         self.kept: list[list[int]] = [[] for _ in range(rows)]  # tokens in the cache, of rows that are not live
         self.results: collections.deque[_Result] = collections.deque()
         self.views: dict[int, tuple[Cache, Rules, Tensor]] = {}  # of the first rows
@@ -120,7 +123,7 @@ class Engine:
         self.model.copies = NarrowWeights()
         self.model.train(self.was_training)
 
-    def add(self, request: Request) -> Request:
+    def add(self, request: TextRequest) -> TextRequest:
         if not request.ids:
             raise ValueError("the prompt needs at least one token")
         if request.count > 0:
@@ -129,7 +132,7 @@ class Engine:
             request.ended = "length"
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: TextRequest) -> None:
         """Ends a request, whose row is free for others from the next step on."""
         request.ended = request.ended or "cancelled"
         if request in self.waiting:
@@ -337,6 +340,14 @@ class Engine:
                 request.ended = "length"
 
 
+def fitting_rows(model: GPT, device: Device) -> int:
+    """How many rows of a cache fit into a share of the free memory."""
+    row = sum(x.numel() * x.element_size() for layer in model.empty_cache(1).layers for x in layer.tensors())
+    free = torch.cuda.mem_get_info(device.torch_device)[0] if device.kind == "cuda" else host_memory()[0]
+    fit = int(_SHARE.get(device.kind, 0.25) * (free or 2**30)) // row
+    return max(1, min(fit, _MOST_ROWS.get(device.kind, 8)))
+
+
 def no_probabilities() -> CheckpointError:
     return CheckpointError(
         "the model gives no probabilities: its logits are not finite",
@@ -367,7 +378,7 @@ def generate_tokens(
     penalties = sampling.repetition_penalty != 1.0
     engine = Engine(model, room=room, vocab=vocab, kernels=kernels, penalties=penalties, scope=scope)
     try:
-        request = engine.add(Request(ids=list(prompt), count=count, sampling=sampling, stops=stops))
+        request = engine.add(TextRequest(ids=list(prompt), count=count, sampling=sampling, stops=stops))
         given = 0
         while engine.busy:
             engine.step()

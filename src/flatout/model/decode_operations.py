@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
+from flatout.model.int8 import Int8Linear
 from flatout.model.narrow import NarrowBlock, NarrowWeights
 from flatout.model.operations import Branch, Gates, Mix, Norm, Operations, Own, Shared, Stream
-from flatout.model.quantize import Int8Linear
 from flatout.ops.kernels.decode import GateWeights, Normed, Weights, advance, attend, product
 from flatout.ops.scales import NarrowLinear, Slot
 

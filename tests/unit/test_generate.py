@@ -149,6 +149,24 @@ KINDS = {
 }
 
 
+KINDS_OF_ONE_ROW = KINDS | {
+    "learned": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "residual_scale": 0.5},
+    "grouped values": {"family": "gpt", "kv_heads": 2, "value_tables": 1, "norm": "rmsnorm", "qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ONE_ROW)
+def test_one_row_in_numpy_gives_the_logits_of_torch(kind):
+    model, text = lively_model(KINDS_OF_ONE_ROW[kind]), [3, 1, 4, 1, 5, 9, 2, 6]
+    caches = model.empty_cache(), model.empty_cache()
+    caches[1].arrays = {}
+    with torch.inference_mode():
+        for first, end in [(0, 3), *((place, place + 1) for place in range(3, 8))]:
+            one, other = (model.logits(torch.tensor([text[first:end]]), cache, last=True) for cache in caches)
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+    assert caches[1].arrays, "the passes of one token used NumPy"
+
+
 def requests(number: int) -> list[TextRequest]:
     draw = random.Random(0)
     rules = (

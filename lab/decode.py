@@ -10,6 +10,7 @@ Hugging Face's rows are `generate` with its dynamic cache (`eager`), and with th
 """
 
 import argparse
+import functools
 import gc
 import json
 import statistics
@@ -20,13 +21,15 @@ import torch
 
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
-from flatout.generation.engine import Engine, Request
+from flatout.device import arithmetic
+from flatout.generation.engine import Engine, TextRequest
 from flatout.generation.sampling import Sampling
 from flatout.model.execution import Execution
 from flatout.model.gpt import empty_model
 from flatout.model.quantize import narrow_linears
 
 H200 = 4.8e12  # bytes per second
+bf16 = functools.partial(arithmetic, "bf16", False, torch.device("cuda"))
 PROMPT, TOKENS, TURNS = 64, 512, 3
 LLAMA = {"family": "gpt", "mlp": "swiglu", "tied": False, "context": 1024}
 SHAPES: dict[str, tuple[str | None, dict[str, Any]]] = {  # preset, and settings of its model
@@ -66,8 +69,7 @@ def ours(case: str, rows: int, asked: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02)
-    if asked.int8:
-        narrow_linears(model)
+    narrow_linears(model, "int8" if asked.int8 else "bf16")
     read = sum(
         x.nbytes
         for x in [*model.blocks.parameters(), (model.head.weight if not config.tied else model.embedding.weight)]
@@ -75,11 +77,11 @@ def ours(case: str, rows: int, asked: argparse.Namespace) -> dict[str, Any]:
     prompts = torch.randint(0, vocab, (rows, PROMPT)).tolist()
     tokens = TOKENS if rows == 1 else TOKENS // 2
     with torch.inference_mode():
-        engine = Engine(model, rows=rows, room=PROMPT + tokens, kernels=True)
+        engine = Engine(model, rows=rows, room=PROMPT + tokens, kernels=True, scope=bf16)
 
         def text() -> None:
             for prompt in prompts:
-                engine.add(Request(ids=prompt, count=tokens, sampling=Sampling(temperature=0.0)))
+                engine.add(TextRequest(ids=prompt, count=tokens, sampling=Sampling(temperature=0.0)))
             engine.kept = [[] for _ in range(rows)]  # no prompt is known
             while engine.busy:
                 engine.step()

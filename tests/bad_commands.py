@@ -72,7 +72,10 @@ def bad_commands(seed: int, count: int, folder: Path) -> Iterator[list[str]]:
             path.write_bytes(next(files))
             yield [*choose.choice(CONFIG_VERBS), str(path)]
         elif kind == 1:
-            yield [*choose.choice(CONFIG_VERBS), *next(overrides)]
+            verb, words = choose.choice(CONFIG_VERBS), next(overrides)
+            # Of one setting alone `config explain` tells, and refuses a second word.
+            alone = verb == ["config", "explain"] and words in (["steps"], ["train.steps"])
+            yield [*verb, *words, *(words if alone else [])]
         else:
             yield _bad_words(choose)
 

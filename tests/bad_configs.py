@@ -103,8 +103,10 @@ def bad_value(rng: random.Random, path: str) -> str:
     """A YAML value on one line that the field refuses: of another type, outside its range, or unknown."""
     described = spot_at(path.split(".")).described
     parts = described.get("anyOf", [described])
-    lists = next((part for part in parts if part.get("type") == "array"), None)
-    forms = ["[1, 2]", "{a: 1}"] + ([] if any(part.get("type") == "null" for part in parts) else ["null", "~"])
+    types = {part.get("type"): part for part in parts}
+    lists, number = types.get("array"), types.get("number")
+    forms = ["{a: 1}"] + ([] if "null" in types else ["null", "~"])
+    forms += [] if lists is not None and lists["items"].get("type") == "integer" else ["[1, 2]"]
     forms += ["[]"] if lists is None or lists.get("minItems") else []
     forms += bad_items(path) if lists is not None else []
     main = parts[0]
@@ -113,16 +115,18 @@ def bad_value(rng: random.Random, path: str) -> str:
     elif "enum" in main:
         forms += ["neither", "'" + "x" * rng.randint(1, 300) + "'", str(rng.randint(2, 99)), "0.5"]
     elif main["type"] == "boolean":
-        forms += ["yes", "no", "on", "off", "y", "1", "0", "'true'", "truee"]
+        forms += ["yes", "no", "on", "off", "y", "0", "'true'", "truee"] + (["1"] if number is None else [])
     elif main["type"] in ("integer", "number"):
         forms += ["six", "'5'", '"1e-3"', "true", "0x10", "0o7", "1:30", "1,5", "2024-01-01", ".nan", ".inf", "-.inf"]
         forms += ["1e999", "--1", "1__0", "_1", "1e", "5 steps", "9" * 5000]
-        forms += ["1.5", "1e-1"] if main["type"] == "integer" else []
+        forms += ["1.5"] if main["type"] == "integer" else []
+        forms += ["1e-1"] if number is None else []
         forms += _outside(main)
     else:
-        forms += ["0.5", "true", "1e9"] + (["'a b c/'", "''"] if "pattern" in main else [])
-        forms += [] if any(part.get("type") == "integer" for part in parts) else ["3"]
+        forms += ["true", "1e9"] + (["'a b c/'", "''"] if "pattern" in main else [])
+        forms += [] if "integer" in types else ["3"]
         forms += ["''", '""'] if main.get("minLength") else []
+        forms += ["0.5"] if number is None else _outside(number)
     return rng.choice(forms)
 
 

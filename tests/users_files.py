@@ -410,11 +410,13 @@ def judge(room: Room, before: Disk, after: Disk, outcome: Outcome) -> list[str]:
         wrong.append(said)
     if outcome.refused and not wrong:
         left = differences(before, after)
-        # What `--overwrite` names may be prepared anew; any other dataset has to be new.
-        may_exist = outcome.words[0] == "prepare" and "--overwrite" in outcome.words
-        new = after.keys() if may_exist else after.keys() - before.keys()
-        datasets = [path for path in new if f"{path}/manifest.json" in after]
-        if left and all(_in_one_of(line, datasets) for line in left):
+        changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
+        # What `--overwrite` names may be prepared anew and have problems; any other dataset has to be new.
+        anew = outcome.words[0] == "prepare" and "--overwrite" in outcome.words and outcome.code == 3
+        manifests = [path for path in changed if path.endswith("/manifest.json") and path in after]
+        datasets = [path.removesuffix("/manifest.json") for path in manifests]
+        datasets = [path for path in datasets if anew or path not in before]
+        if left and all(_in_one_of(path, datasets, new=path not in before) for path in changed):
             return [PREPARED]
         wrong += [f"refused with {outcome.code}, but {line}" for line in left]
     return wrong
@@ -434,12 +436,9 @@ def set_aside(room: Room, after: Disk) -> set[str]:
     return found
 
 
-def _in_one_of(line: str, folders: list[str]) -> bool:
-    """Whether a line of `differences` is of a new dataset, or of a folder that was made to hold it."""
-    path = line.removeprefix("new: ")[1:-1]
-    return line.startswith("new: ") and any(
-        f"{path}/".startswith(f"{one}/") or one.startswith(f"{path}/") for one in folders
-    )
+def _in_one_of(path: str, folders: list[str], *, new: bool) -> bool:
+    """Whether a path is of a dataset, or of a folder that was made to hold it."""
+    return any(f"{path}/".startswith(f"{one}/") or (new and one.startswith(f"{path}/")) for one in folders)
 
 
 def _outcomes(room: Room, place: Path, seed: int, numbers: range) -> Iterator[tuple[int, Room, Disk, Outcome]]:

@@ -35,16 +35,18 @@ from flatout.optim.optimizers import (
 from flatout.front.models import (
     load_model as load_model,
     LoadedModel as LoadedModel,
-    generate as generate,
-    chat as chat,
-    chat_prompt as chat_prompt,
-    is_untaught as is_untaught,
     evaluate as evaluate,
     Evaluation as Evaluation,
     export as export,
     merge as merge,
     Merged as Merged,
     consolidate as consolidate,
+)
+from flatout.front.texts import (
+    generate as generate,
+    chat as chat,
+    chat_prompt as chat_prompt,
+    is_untaught as is_untaught,
 )
 from flatout.serving.server import (
     serve as serve,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.called import Outcome, look
-from tests.users_files import Room, copy_of, furnish, judge, run_commands
+from tests.users_files import PREPARED, Room, copy_of, furnish, judge, run_commands
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,21 @@ def test_a_refusal_that_leaves_something_is_noticed(room: Room, tmp_path: Path) 
     assert len(judge(here, before, look(here.home), refusal)) == 2
     assert len(judge(here, before, before, Outcome(("train",), 2, "", "error: no\n"))) == 1
     assert len(judge(here, before, before, Outcome(("train",), None, "", "", "ValueError: x"))) == 1
+
+
+def test_only_overwrite_may_change_a_dataset_and_be_refused(room: Room, tmp_path: Path) -> None:
+    here = copy_of(room, tmp_path / "home")
+    before = look(here.home)
+    (here.project / "data" / "clean" / "manifest.json").write_text("{}", encoding="utf-8")
+    (here.project / "data" / "clean" / "val-00000.bin").unlink()
+
+    def judged(code: int, *words: str) -> list[str]:
+        return judge(here, before, look(here.home), Outcome(words, code, "", "error: no\nhint: yes\n"))
+
+    assert judged(3, "prepare", "--overwrite") == [PREPARED]
+    assert len(judged(3, "prepare")) == len(judged(2, "prepare", "--overwrite")) == len(judged(3, "train")) == 2
+    (here.project / "runs" / "first" / "best.json").unlink()
+    assert len(judged(3, "prepare", "--overwrite")) == 3
 
 
 def test_random_commands_leave_a_users_files_alone(room: Room, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from flatout.config.schema import ModelConfig
 from flatout.generation.engine import Engine, uncached_tokens
 from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.model.gpt import GPT, build_model
+from flatout.model.int8 import Int8Linear
 from tests.unit.test_generate import KINDS, requests
 
 decode = pytest.importorskip("flatout.ops.kernels.decode")
@@ -50,6 +51,28 @@ def test_logits_are_those_of_the_whole_text(kind, parts, device, monkeypatch):
             expected = model.logits(torch.tensor([texts[row]], device=device), last=True)[0, 0]
             torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
         now = list(found.argmax(-1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "activation"), [(36, 48, None), (64, 40, "swiglu"), (256, 1300, "gelu"), (5632, 96, None)]
+)
+@torch.inference_mode()
+def test_products_of_8_bit_weights(inputs, outputs, activation, device):
+    torch.manual_seed(0)
+    linear = Int8Linear(torch.nn.Linear(inputs, outputs)).to(device)
+    x_RK = torch.randn(3, inputs, device=device)
+    exact_NK = linear.weight.double() * linear.scale_N.double()[:, None]
+    expected = x_RK.double() @ exact_NK.T + linear.bias.double()
+    if activation == "gelu":
+        expected = torch.nn.functional.gelu(expected, approximate="tanh")
+    elif activation == "swiglu":
+        gate, value = expected.chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gate) * value
+    weights = decode.Weights(linear.weight, linear.scale_N)
+    for rows in (1, 3):
+        made = decode.product(x_RK[:rows], weights, linear.bias, dtype=torch.float32, activation=activation)
+        assert float((made - expected[:rows]).abs().max()) < 1e-6 * float(expected.abs().max())
 
 
 @pytest.mark.gpu

@@ -6,9 +6,10 @@ import torch
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
-from flatout.generation.engine import Engine, Request, generate_tokens, uncached_tokens
+from flatout.generation.engine import Engine, TextRequest, generate_tokens, uncached_tokens
 from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.model.gpt import GPT, build_model
+from flatout.model.quantize import narrow_linears
 
 VOCAB = 61
 GREEDY = Sampling(temperature=0.0)
@@ -148,7 +149,7 @@ KINDS = {
 }
 
 
-def requests(number: int) -> list[Request]:
+def requests(number: int) -> list[TextRequest]:
     draw = random.Random(0)
     rules = (
         {"temperature": 0.0},
@@ -157,13 +158,26 @@ def requests(number: int) -> list[Request]:
         {"temperature": 0.8, "top_p": 0.8, "repetition_penalty": 1.3},
     )
     return [
-        Request(
+        TextRequest(
             ids=[draw.randrange(VOCAB) for _ in range(draw.choice([1, 3, 10, 24, 30]))],
             count=draw.choice([1, 2, 9, 40]),
             sampling=Sampling(**rules[one % 4], seed=one),
         )
         for one in range(number)
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_weights_of_8_bits_give_nearly_the_same_logits(kind):
+    model = lively_model(KINDS[kind])
+    tokens_BT = torch.tensor([[1, 2, 3, 4, 5]])
+    before = model.logits(tokens_BT)
+    narrow_linears(model, "int8")
+    after = model.logits(tokens_BT)
+    assert 0 < float((after - before).norm()) < 0.05 * float(before.norm())
+    made = list(generate_tokens(model, [1, 2, 3], count=30, sampling=GREEDY))
+    assert made == list(uncached_tokens(model, [1, 2, 3], count=30, sampling=GREEDY))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,7 +194,7 @@ def test_a_text_does_not_depend_on_its_neighbours(kind):
         assert one.made == list(uncached_tokens(model, one.ids, count=one.count, sampling=one.sampling)), one
     # A chat's next turn finds the row that has its beginning.
     text = [*made[-1].ids, *made[-1].made]
-    turn = engine.add(Request(ids=[*text[-12:], 5], count=6, sampling=GREEDY))
+    turn = engine.add(TextRequest(ids=[*text[-12:], 5], count=6, sampling=GREEDY))
     while engine.busy:
         engine.step()
     assert turn.made == list(uncached_tokens(model, turn.ids, count=6, sampling=GREEDY))
@@ -188,8 +202,8 @@ def test_a_text_does_not_depend_on_its_neighbours(kind):
 
 def test_a_request_that_is_cancelled_frees_its_row():
     engine = Engine(lively_model({}), rows=1)
-    first = engine.add(Request(ids=[1], count=10**6, sampling=GREEDY))
-    second = engine.add(Request(ids=[2], count=3, sampling=GREEDY))
+    first = engine.add(TextRequest(ids=[1], count=10**6, sampling=GREEDY))
+    second = engine.add(TextRequest(ids=[2], count=3, sampling=GREEDY))
     for _ in range(5):
         engine.step()
     engine.cancel(first)
@@ -201,7 +215,7 @@ def test_a_request_that_is_cancelled_frees_its_row():
 def test_a_full_context_ends_a_request_that_does_not_slide():
     model = lively_model({}, context=8)
     engine = Engine(model)
-    request = engine.add(Request(ids=[1, 2, 3], count=50, sampling=GREEDY, slides=False))
+    request = engine.add(TextRequest(ids=[1, 2, 3], count=50, sampling=GREEDY, slides=False))
     while engine.busy:
         engine.step()
     assert (request.ended, len(request.made)) == ("length", 6)  # five places, and the token after the last of them
@@ -210,7 +224,7 @@ def test_a_full_context_ends_a_request_that_does_not_slide():
 def test_probabilities_of_tokens_are_those_of_the_model():
     model = lively_model({})
     engine = Engine(model)
-    request = engine.add(Request(ids=[1, 2, 3], count=4, sampling=GREEDY, logprobs=3))
+    request = engine.add(TextRequest(ids=[1, 2, 3], count=4, sampling=GREEDY, logprobs=3))
     while engine.busy:
         engine.step()
     text = [1, 2, 3]

@@ -40,6 +40,7 @@ MODEL = (
     LAST,
     Option(("--device",), {"default": "auto", "help": "auto, cpu, mps, cuda or cuda:N"}),
 )
+WEIGHTS = choice("--weights", ("auto", "fp32", "bf16", "int8"), "of linear layers; auto: bf16 on a GPU", default="auto")
 _HOSTS = verbs_training.MOST_PROCESSES
 TRAINING = (
     option("--resume", "auto|PATH", "resume a run: auto (if there is one), a run folder or a checkpoint"),
@@ -127,6 +128,7 @@ _ALL = (
             option("--data", "FOLDER", "shards to measure on instead; of a fine-tuned run also its folder of samples"),
             choice("--split", ("val", "train"), "which split to measure", default="val"),
             number("--tokens", 1, 2**40, "measure this many tokens from the start"),
+            choice("--weights", ("bf16", "int8"), "measure with narrower weights, too, and what they cost"),
             JSON,
         ),
         "Measure a trained model on its validation text: loss, perplexity, bits per byte.",
@@ -138,7 +140,9 @@ _ALL = (
         "continue a prompt with a trained model",
         (
             *MODEL,
+            WEIGHTS,
             Option(("--prompt",), {"default": "\n", "help": "text to continue; default: a new line"}),
+            option("--prompts", "FILE", "continue each line, of .jsonl files its prompt; prints JSON lines"),
             number("--top-k", 1, 2**31, "sample among the K likeliest tokens"),
             *_sampling(300, 0.8),
             flag("--interactive", "ask for prompts until end of input"),
@@ -152,6 +156,7 @@ _ALL = (
         "talk to a fine-tuned model",
         (
             *MODEL,
+            WEIGHTS,
             Option(("--message",), {"help": "say this, print the answer and leave; default: ask until end of input"}),
             Option(("--system",), {"help": "what the conversation begins with, for models that take it"}),
             *_sampling(500, 0.7, 0.95),
@@ -165,6 +170,7 @@ _ALL = (
         "serve a model by an OpenAI-compatible interface, with a chat page",
         (
             *MODEL,
+            WEIGHTS,
             option("--host", "ADDRESS", "listen here; default 127.0.0.1, this machine only", default="127.0.0.1"),
             number("--port", 0, 65535, "0: any free one; default 8000", default=8000),
             number("--rows", 1, 4096, "texts decoded together; default: as many as fit, 64 on a GPU and 8 on a CPU"),

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, ne
 from flatout.config.load import LoadedConfig, load_stored, with_values
 from flatout.config.source import Source
 from flatout.data.batch import Delivery, Schedule, TrainingData, tokens_per_byte
-from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template, read_templates, template_from_json
+from flatout.data.chat_template import ChatTemplate, load_template, read_templates, template_from_json
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import stops_of
 from flatout.data.sample_data import SampleData
@@ -44,11 +44,8 @@ from flatout.engine.custom import CustomModel, CustomParts, ModelFromPython, che
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
-from flatout.errors import CheckpointError, DataError, UsageError
+from flatout.errors import CheckpointError, DataError, UsageError, quoted
 from flatout.files import disk_errors
-from flatout.generation.engine import generate_tokens
-from flatout.generation.pieces import TextPieces
-from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
@@ -57,6 +54,7 @@ from flatout.model.hub import DTYPES, Description, description_of, model_type_of
 from flatout.model.hub_folder import export_huggingface, find_model, load_described
 from flatout.model.merge import Retention
 from flatout.model.merge import merge as merge_adapters
+from flatout.model.quantize import narrow_linears
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
 from flatout.resolve.case import Probes, no_triton
@@ -65,6 +63,8 @@ from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.opening import DataSource, samples_folder
 from flatout.resolve.switches import scan_for
 from flatout.shown import ShortlyShown, Shown
+
+WEIGHTS = ("auto", "fp32", "bf16", "int8")
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
@@ -88,6 +88,7 @@ class LoadedModel(ShortlyShown):
     base_name: str | None = None  # where an adapter's folder found them
     bare: bool = False  # an adapter of ours that was taught without a template
     quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
+    weights: str = "fp32"  # of its linear layers
 
     def _shown_rows(self) -> dict[str, Any]:
         size = sum(parameter.numel() for parameter in self.model.parameters())
@@ -118,6 +119,16 @@ class LoadedModel(ShortlyShown):
             logits = self.model.logits(tokens if tokens.ndim == 2 else tokens[None])
         return logits if tokens.ndim == 2 else logits[0]
 
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """The arithmetic of every pass."""
+        narrow = self.weights == "bf16" or (self.weights == "int8" and self.device.kind == "cuda")
+        return arithmetic("bf16" if narrow else "fp32", False, self.device.torch_device)
+
+    @property
+    def kernels(self) -> bool:
+        """Whether text is decoded by kernels of ours in recorded graphs."""
+        return self.device.kind == "cuda" and no_triton(self.device, Probes()) is None
+
     @property
     def config(self):  # of the type of `LoadedConfig.config`
         """The `RunConfig` of the run that it comes from, or None."""
@@ -141,12 +152,29 @@ def load_model(
     best: bool = True,
     base: str | None = None,
     model: ModelFromPython | None = None,
+    weights: str = "fp32",
 ) -> LoadedModel:
     """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
 
     Without a path, the newest run under runs/. `base` is the model that adapters were trained on, where their own files
     do not name it, or name a place where it is not. `model` is what `train` was given as `model=`, which no file holds.
+    `weights` are those of linear layers: fp32, bf16 or int8, or auto for bf16 on a GPU and fp32 elsewhere. Models of
+    others than fp32 are for text and `evaluate`, not for `export`.
     """
+    if weights not in WEIGHTS:
+        raise UsageError(f"weights={quoted(weights)} is unknown", f"use one of {', '.join(WEIGHTS)}")
+    loaded = _load(path, device=device, best=best, base=base, model=model)
+    if weights == "auto":
+        weights = "bf16" if loaded.device.kind == "cuda" else "fp32"
+    if weights == "fp32" or not isinstance(loaded.model, GPT):
+        return loaded
+    narrow_linears(loaded.model, weights)
+    return dataclasses.replace(loaded, weights=weights)
+
+
+def _load(
+    path: str | Path | None, *, device: str, best: bool, base: str | None, model: ModelFromPython | None
+) -> LoadedModel:
     origin = newest_run() if path is None else Path(path)
     found = detect_device(device)
     adapter = (origin / ADAPTER_CONFIG).is_file()
@@ -326,106 +354,6 @@ def _ready(model: GPT | CustomModel, device: Device) -> GPT | CustomModel:
         return model.to(device.torch_device).eval()
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
-def generate(
-    model: LoadedModel | str | Path | None = None,
-    prompt: str = "\n",
-    *,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    cached: bool = True,
-    bare: bool = True,
-) -> Generator[str]:
-    """Yields the continuation of `prompt` in pieces, as soon as each is whole text.
-
-    A `bare` one was written by no template: BOS comes before it where the model expects that.
-    """
-    loaded = model if isinstance(model, LoadedModel) else load_model(model)
-    tokenizer = loaded.tokenizer
-    if bare and isinstance(tokenizer, ModelTokenizer):
-        ids = tokenizer.encode_prompt(prompt).tolist()
-    else:
-        ids = tokenizer.encode(prompt).tolist()
-    if not ids:
-        if tokenizer.end_of_text is None:
-            raise DataError("the prompt is empty", "give at least one character to continue")
-        ids = [tokenizer.end_of_text]
-    made = generate_tokens(
-        loaded.model,
-        ids,
-        count=tokens,
-        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-        stops=loaded.stops,
-        vocab=tokenizer.vocab,
-        kernels=loaded.device.kind == "cuda" and no_triton(loaded.device, Probes()) is None,
-        cached=cached,
-    )
-    yield from _in_pieces(tokenizer, made, loaded.stops)
-
-
-def chat(
-    model: LoadedModel | str | Path | None,
-    messages: str | Sequence[Mapping[str, Any]],
-    *,
-    tokens: int = 500,
-    temperature: float = 0.7,
-    top_k: int | None = None,
-    top_p: float | None = 0.95,
-    seed: int = 0,
-) -> Generator[str]:
-    """Yields the answer of a chat model to a message, or to a conversation that ends with one, in pieces.
-
-    `messages` are mappings with `role` and `content`, as templates have them; a `system` one may come first. Without a
-    template the last message is continued as bare text.
-    """
-    loaded = model if isinstance(model, LoadedModel) else load_model(model)
-    said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-    if not said or not isinstance(said[-1].get("content"), str):
-        raise DataError("the conversation does not end with a message", "give a text, or mappings of role and content")
-    prompt = chat_prompt(loaded, said[-1]["content"], said[:-1])
-    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    yield from generate(loaded, prompt, tokens=tokens, bare=False, **how)
-
-
-def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stops: Collection[int]) -> Iterator[str]:
-    """Text as it becomes whole."""
-    pieces = TextPieces(tokenizer)
-    for token in tokens:
-        if token in stops:
-            break
-        if piece := pieces.add(token):
-            yield piece
-    if rest := pieces.rest():
-        yield rest
-
-
-def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The text after which the model answers `message`, by the template it was taught with.
-
-    Without one it is the message, after BOS where the model expects it.
-    """
-    template = template_of(model)
-    if template is None:
-        return (model.tokenizer.begin or "") + message if isinstance(model.tokenizer, ModelTokenizer) else message
-    try:
-        return template.render([*history, {"role": "user", "content": message}], add_generation_prompt=True)
-    except TemplateRefusal as error:
-        raise DataError(
-            f"the chat template refuses the conversation: {error}",
-            "leave --system out if it has no place for it, or continue a bare text with `flatout generate`",
-        ) from error
-
-
-def is_untaught(model: LoadedModel) -> bool:
-    """Whether a model has no template to chat by and was not taught to do without one either."""
-    return not model.taught and template_of(model) is None
-
-
 def template_of(model: LoadedModel) -> ChatTemplate | None:
     folder = None if model.description is None else model.description.folder
     # A run that was taught without a template must not be asked with that of its base, nor must its adapter.
@@ -471,7 +399,7 @@ def evaluate(
     batches = source.evaluation(batch_size, Delivery(device=device), tokens, split)
     rate = tokens_per_byte(source.split(split), source.tokenizer, apart=source.apart)
     with out_of_memory():
-        loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
+        loss, count = evaluate_model(loaded.model, batches, loaded.scope)
     return Evaluation(
         loss=loss,
         perplexity=perplexity(loss),
@@ -536,6 +464,8 @@ def export(
     if dtype not in (None, *DTYPES):
         raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
+    if loaded.weights != "fp32":
+        raise UsageError(f"the model was loaded with {loaded.weights} weights", "load it with weights='fp32'")
     if loaded.from_python:
         raise CheckpointError(
             f"{loaded.origin} was trained with a model from Python (model=), and no model of transformers computes it",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flatout
-from flatout.errors import UsageError, UserError, many, quoted
+from flatout.errors import DataError, UsageError, UserError, many, quoted
 from flatout.front.configs import load_pretraining, print_notices
 from flatout.front.words import one_line, tell
 
@@ -187,21 +187,24 @@ def _check_shards(parsed: argparse.Namespace) -> None:
 
 
 def evaluate(parsed: argparse.Namespace) -> int:
-    model = _model(parsed)
-    result = flatout.evaluate(model, data=parsed.data, split=parsed.split, tokens=parsed.tokens)
+    what = {"data": parsed.data, "split": parsed.split, "tokens": parsed.tokens}
+    result = flatout.evaluate(_model(parsed, weights="fp32"), **what)
+    narrow = None if parsed.weights is None else flatout.evaluate(_model(parsed), **what)
     if parsed.json:
-        print(json.dumps(vars(result)))
-    else:
-        bits = "" if result.bits_per_byte is None else f"  bits/byte {result.bits_per_byte:.4f}"
-        print(f"{result.origin} on {result.tokens:,} {result.split} tokens:")
-        print(f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}{bits}")
+        print(json.dumps(vars(result) | ({} if narrow is None else {f"{parsed.weights}_loss": narrow.loss})))
+        return 0
+    bits = "" if result.bits_per_byte is None else f"  bits/byte {result.bits_per_byte:.4f}"
+    print(f"{result.origin} on {result.tokens:,} {result.split} tokens:")
+    print(f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}{bits}")
+    if narrow is not None:
+        print(f"{parsed.weights} weights: loss {narrow.loss:.4f} ({narrow.loss - result.loss:+.4f})")
     return 0
 
 
-def _model(parsed: argparse.Namespace, text_option: str = "") -> "LoadedModel":
+def _model(parsed: argparse.Namespace, text_option: str = "", weights: str | None = None) -> "LoadedModel":
     """The model that words name."""
-    device = _check_model(parsed, text_option)
-    return flatout.load_model(parsed.run, device=device, best=not parsed.last, base=parsed.base)
+    how = {"device": _check_model(parsed, text_option), "best": not parsed.last, "base": parsed.base}
+    return flatout.load_model(parsed.run, **how, weights=weights or getattr(parsed, "weights", "fp32"))
 
 
 def _check_model(parsed: argparse.Namespace, text_option: str = "") -> str:
@@ -224,8 +227,20 @@ def _check_model(parsed: argparse.Namespace, text_option: str = "") -> str:
 
 
 def generate(parsed: argparse.Namespace) -> int:
+    prompts = None if parsed.prompts is None else _prompts_in(Path(parsed.prompts))
     model = _model(parsed, "--prompt")
     from flatout.observe.human import printable
+
+    if prompts is not None:
+        from rich.console import Console
+        from rich.progress import track
+
+        texts = flatout.generate(model, prompts, top_k=parsed.top_k, **_sampling(parsed))
+        shown = Console(stderr=True)
+        each = zip(prompts, texts, strict=True)
+        for prompt, text in track(each, "texts", len(prompts), console=shown, disable=not shown.is_terminal):
+            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
+        return 0
 
     def answer(prompt: str) -> None:
         shown = prompt if prompt.strip() and not parsed.interactive else ""
@@ -239,6 +254,29 @@ def generate(parsed: argparse.Namespace) -> int:
         answer(parsed.prompt)
         return 0
     return _converse("type a prompt, end with Ctrl-D", lambda prompt: answer(prompt or "\n"))
+
+
+def _prompts_in(path: Path) -> list[str]:
+    """The lines of a text file that are not empty, or the prompts of one whose name ends in .jsonl."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "name a text file with --prompts") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix == ".jsonl":
+            try:
+                line = json.loads(line)["prompt"]
+            except (ValueError, TypeError, KeyError):
+                line = None
+            if not isinstance(line, str):
+                raise DataError(f"{path}, line {number}, has no prompt", 'write {"prompt": "a text"} in each line')
+        found.append(line)
+    if not found:
+        raise DataError(f"{path} holds no prompts", "write one in each line")
+    return found
 
 
 def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -289,7 +327,7 @@ def chat(parsed: argparse.Namespace) -> int:
 
 def serve(parsed: argparse.Namespace) -> int:
     limits = {name: getattr(parsed, name) for name in ("host", "port", "rows", "queue", "seconds", "drain")}
-    which = {"device": _check_model(parsed), "best": not parsed.last, "base": parsed.base}
+    which = {"device": _check_model(parsed), "best": not parsed.last, "base": parsed.base, "weights": parsed.weights}
     ready = "serving at {} (Ctrl-C ends it)"
     flatout.serve(parsed.run, **which, **limits, ready=lambda url: print(ready.format(url), flush=True))
     print("stopped", file=sys.stderr)

@@ -21,21 +21,29 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.device import Device, cpu_threads
 from flatout.errors import CheckpointError
 from flatout.generation.sampling import Rules, Sampling, choose
-from flatout.model.cache import LayerCache
+from flatout.host import host_memory
+from flatout.model.cache import Cache, LayerCache
 from flatout.model.gpt import GPT
 from flatout.model.narrow import NarrowWeights
+from flatout.model.operations import product_type
 from flatout.model.protocol import LanguageModel
 
+_SHARE = {"cuda": 0.6}  # of free memory for the cache
+_MOST_ROWS = {"cuda": 64}
 MOST_LOGPROBS = 20
+MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
+SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Request:
+class TextRequest:
     """A prompt, what to do with it, and what has come of it."""
 
     ids: Sequence[int]
@@ -56,7 +64,7 @@ class _Result:
     """Tokens of one step on their way to the host."""
 
     found: list[Tensor]  # tokens; and their log-probabilities, the likeliest ones' and the ids of those
-    requests: list[Request]
+    requests: list[TextRequest]
     done: torch.cuda.Event | None  # None where they are there
 
 
@@ -64,7 +72,7 @@ class _Result:
 class _Row:
     """A live request in a row of the cache."""
 
-    request: Request
+    request: TextRequest
     start: int  # place of the row's first token in the request's text
     filled: int  # positions
 
@@ -93,13 +101,18 @@ class Engine:
             self.cache = model.empty_cache(rows, room)
             self.tokens_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
             self.rules = Rules.room(rows, self.device, (vocab or model.vocab) if penalties else None)
+            wide = product_type(model.embedding.weight) == model.embedding.weight.dtype == torch.float32
         self.cache.kernels = kernels
+        self.cache.arrays = {} if self.device.type == "cpu" and wide else None
+        size = sum(weight.numel() for weight in model.parameters())
+        self.threads = 1 if self.device.type == "cpu" and size < SMALL else None  # of torch; None: as they are
         self.draws = self.device.type == "cuda" and find_spec("triton") is not None
         self.rows, self.room = rows, self.cache.room
         self.live: list[_Row] = []
-        self.waiting: collections.deque[Request] = collections.deque()
+        self.waiting: collections.deque[TextRequest] = collections.deque()
         self.kept: list[list[int]] = [[] for _ in range(rows)]  # tokens in the cache, of rows that are not live
         self.results: collections.deque[_Result] = collections.deque()
+        self.views: dict[int, tuple[Cache, Rules, Tensor]] = {}  # of the first rows
         self.graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
         layers = self.cache.layers
         self.rewinds = all(isinstance(layer, LayerCache) and layer.places == self.room for layer in layers)
@@ -110,7 +123,7 @@ class Engine:
         self.model.copies = NarrowWeights()
         self.model.train(self.was_training)
 
-    def add(self, request: Request) -> Request:
+    def add(self, request: TextRequest) -> TextRequest:
         if not request.ids:
             raise ValueError("the prompt needs at least one token")
         if request.count > 0:
@@ -119,7 +132,7 @@ class Engine:
             request.ended = "length"
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: TextRequest) -> None:
         """Ends a request, whose row is free for others from the next step on."""
         request.ended = request.ended or "cancelled"
         if request in self.waiting:
@@ -132,11 +145,12 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Gives every live request one token more, and reads the tokens of the step before."""
-        with self.scope():
+        threads = cpu_threads(self.threads or torch.get_num_threads())
+        with self.scope(), threads, np.errstate(all="ignore"):  # weights that are not finite are reported by `_read`
             for row in [row for row in self.live if row.request.ended or row.request.sent >= row.request.count]:
                 self._release(row)
             while self.waiting and len(self.live) < self.rows:
-                self._admit(self.waiting.popleft())
+                self._admit()
             for row in [row for row in self.live if row.filled >= self.room]:
                 self._go_on(row)
             launched = [row for row in self.live if row.request.sent < row.request.count]
@@ -147,18 +161,31 @@ class Engine:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _admit(self, request: Request) -> None:
-        """Reads the prompt into a row; its first token comes with it."""
-        start = max(0, len(request.ids) - self.room)
-        ids = list(request.ids[start:])
-        place = len(self.live)
-        found, shared = max(
-            ((row, self._shared(self.kept[row], ids)) for row in range(place, self.rows)), key=lambda pair: pair[1]
-        )
-        self._swap(place, found)
-        row = _Row(request, start, 0)
-        self.live.append(row)
-        self._begin(row, ids, shared)
+    def _admit(self) -> None:
+        """Reads the next prompts into rows, as many as suit one pass; their first tokens come with them."""
+        texts: list[list[int]] = []
+        shared = 0
+        while self.waiting and len(self.live) < self.rows and not shared:
+            request, place = self.waiting[0], len(self.live)
+            start = max(0, len(request.ids) - self.room)
+            ids = list(request.ids[start:])
+            found, known = max(
+                ((row, self._shared(self.kept[row], ids)) for row in range(place, self.rows)), key=lambda pair: pair[1]
+            )
+            if texts and (known or not self._suits(ids, texts)):
+                break
+            self.waiting.popleft()
+            self._swap(place, found)
+            self.live.append(_Row(request, start, 0))
+            texts.append(ids)
+            shared = known
+        self._begin(self.live[-len(texts) :], texts, shared)
+
+    def _suits(self, ids: list[int], texts: list[list[int]]) -> bool:
+        """Whether a prompt joins a pass: rows are filled up to the longest, and what fills them must stay unseen."""
+        lengths = [len(ids), *map(len, texts)]
+        unseen = self.rewinds or len(set(lengths)) == 1
+        return unseen and max(lengths) <= 2 * min(lengths) and len(lengths) * max(lengths) <= MOST_PROMPT_TOKENS
 
     def _shared(self, kept: list[int], ids: list[int]) -> int:
         """How many first tokens of `ids` need not be read again; at least one is, whose logits are needed."""
@@ -166,17 +193,24 @@ class Engine:
         same = next((place for place in range(most) if kept[place] != ids[place]), most)
         return same if self.rewinds or same == len(kept) else 0
 
-    def _begin(self, row: _Row, ids: list[int], shared: int = 0) -> None:
-        place, request = self.live.index(row), row.request
-        part = self.cache.rows(place, 1, level=True)
+    def _begin(self, rows: list[_Row], texts: list[list[int]], shared: int = 0) -> None:
+        """Reads texts into live rows side by side; of a single one, the tokens after the `shared` first."""
+        first, count, longest = self.live.index(rows[0]), len(rows), max(map(len, texts))
+        part = self.cache.rows(first, count, level=True)
         part.clear()
-        part.start_at(shared, ids[shared - 1] if shared else 0)
-        tokens_BT = torch.tensor([ids[shared:]], device=self.device)
-        logits_BV = self.model.logits(tokens_BT, part, last=True)[:, -1, : self.vocab]
-        row.filled = len(ids)
-        self.rules.assign(place, request.sampling, len(request.made), [*request.ids, *request.made])
-        choose(logits_BV, self.rules.rows(place, 1), self.tokens_B1[place : place + 1, 0], kernels=self.draws)
-        self._send([row], self.tokens_B1[place : place + 1, 0], logits_BV)
+        part.start_at(shared, texts[0][shared - 1] if shared else 0)
+        filled = [ids[shared:] + [0] * (longest - len(ids)) for ids in texts]
+        tokens_BT = torch.tensor(filled, device=self.device)
+        ends_B = torch.tensor([len(ids) - shared - 1 for ids in texts], device=self.device)
+        logits_BV = self.model.logits(tokens_BT, part, last=ends_B)[:, -1, : self.vocab]
+        part.end_at(ends_B + shared + 1, tokens_BT.gather(1, ends_B[:, None]))
+        for place, (row, ids) in enumerate(zip(rows, texts, strict=True), first):
+            row.filled = len(ids)
+            request = row.request
+            self.rules.assign(place, request.sampling, len(request.made), [*request.ids, *request.made])
+        tokens_B = self.tokens_B1[first : first + count, 0]
+        choose(logits_BV, self.rules.rows(first, count), tokens_B, kernels=self.draws)
+        self._send(rows, tokens_B, logits_BV)
 
     def _go_on(self, row: _Row) -> None:
         """A row that is full: from the second half of its text, or not at all."""
@@ -189,7 +223,7 @@ class Engine:
             return
         text = [*request.ids, *request.made]
         row.start = len(text) - max(1, self.room // 2)
-        self._begin(row, text[row.start :])
+        self._begin([row], [text[row.start :]])
 
     def _release(self, row: _Row) -> None:
         """Frees the row; the last live one takes its place."""
@@ -228,16 +262,21 @@ class Engine:
 
     def _pass(self, count: int) -> Tensor:
         """One token more in the first rows, in `tokens_B1`; returns the logits it was drawn from."""
-        part = self.cache.rows(0, count, level=False)
+        if count not in self.views:
+            self.views[count] = (
+                self.cache.rows(0, count, level=False),
+                self.rules.rows(0, count),
+                self.tokens_B1[:count],
+            )
+        part, rules, tokens_B1 = self.views[count]
         if count == 1 and not self.kernels:  # the host knows the length: attention reads no more than that
             part.level, part.most = True, self.live[0].filled
         elif not self.kernels:
             part.most = max(row.filled for row in self.live)
         else:
             part.length_B.clamp_(max=self.room - 1)  # of rows that are not live
-        tokens_B1 = self.tokens_B1[:count]
         logits_BV = self.model.logits(tokens_B1.clamp(min=0), part, last=True)[:, -1, : self.vocab]
-        choose(logits_BV, self.rules.rows(0, count), tokens_B1[:, 0], kernels=self.draws)
+        choose(logits_BV, rules, tokens_B1[:, 0], kernels=self.draws)
         return logits_BV
 
     def _recorded(self, rows: int) -> tuple[Callable[[], None], Tensor]:
@@ -301,6 +340,14 @@ class Engine:
                 request.ended = "length"
 
 
+def fitting_rows(model: GPT, device: Device) -> int:
+    """How many rows of a cache fit into a share of the free memory."""
+    row = sum(x.numel() * x.element_size() for layer in model.empty_cache(1).layers for x in layer.tensors())
+    free = torch.cuda.mem_get_info(device.torch_device)[0] if device.kind == "cuda" else host_memory()[0]
+    fit = int(_SHARE.get(device.kind, 0.25) * (free or 2**30)) // row
+    return max(1, min(fit, _MOST_ROWS.get(device.kind, 8)))
+
+
 def no_probabilities() -> CheckpointError:
     return CheckpointError(
         "the model gives no probabilities: its logits are not finite",
@@ -331,7 +378,7 @@ def generate_tokens(
     penalties = sampling.repetition_penalty != 1.0
     engine = Engine(model, room=room, vocab=vocab, kernels=kernels, penalties=penalties, scope=scope)
     try:
-        request = engine.add(Request(ids=list(prompt), count=count, sampling=sampling, stops=stops))
+        request = engine.add(TextRequest(ids=list(prompt), count=count, sampling=sampling, stops=stops))
         given = 0
         while engine.busy:
             engine.step()

@@ -1,19 +1,21 @@
-"""The choice of the next token, on the device and without a sort.
+"""The choice of the next token.
 
-A row's candidates are those whose logits reach a threshold: the highest that top-k, top-p and min-p ask for. Every
-threshold is found by bisection over the values that fp32 has, in their order. The token is the candidate with the
-largest `logit / temperature + noise` (Gumbel noise: the result has the softmax's probabilities).
+A row's candidates are those whose logits reach a threshold: the highest that top-k, top-p and min-p ask for. The token
+is the candidate with the largest `logit / temperature + noise` (Gumbel noise: the result has the softmax's
+probabilities).
 
 Random numbers are a hash of (seed, number of the token in its text, token id), so a text depends on its own seed only,
-on no other row and on no order. `choose` has a form in torch and one in Triton (ops/kernels/sample.py), with the same
-numbers.
+on no other row and on no order. `choose` has a form in NumPy and one in Triton (ops/kernels/sample.py), with the same
+numbers. The Triton form runs on the device without a sort: it finds a threshold by bisection over the values of fp32.
 
 Shape legend: B rows, V vocabulary.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,83 +77,60 @@ def choose(logits_BV: Tensor, rules: Rules, tokens_B: Tensor, *, kernels: bool =
 
         sample(logits_BV, rules.floats_B4, rules.whole_B3, rules.seen_BV, tokens_B)
         return
-    temperature_B, top_p_B, min_p_B, penalty_B = rules.floats_B4.unbind(1)
-    top_k_B, seed_B, number_B = rules.whole_B3.unbind(1)
-    x_BV = logits_BV.float()
-    if rules.seen_BV is not None:
-        factor_BV = torch.where(x_BV > 0, 1.0 / penalty_B[:, None], penalty_B[:, None])
-        x_BV = torch.where(rules.seen_BV, x_BV * factor_BV, x_BV)
-    best_B = x_BV.amax(dim=1)
-    greedy_B = temperature_B == 0.0
-    tokens = x_BV.argmax(dim=1)
-    if not bool(greedy_B.all()):
-        # The largest becomes 0, so that no temperature overflows.
-        scaled_BV = (x_BV - best_B[:, None]) / torch.where(greedy_B, 1.0, temperature_B)[:, None]
-        kept_BV = scaled_BV >= _threshold(scaled_BV, top_k_B, top_p_B, min_p_B)[:, None]
-        score_BV = scaled_BV + noise(seed_B, number_B, scaled_BV.shape[1])
-        drawn = score_BV.masked_fill(~kept_BV, -torch.inf).argmax(dim=1)
-        tokens = torch.where(greedy_B, tokens, drawn)
-    tokens_B.copy_(torch.where(torch.isfinite(best_B), tokens, -1))
-    number_B += 1
+    temperature_B1, top_p_B1, min_p_B1, penalty_B1 = rules.floats_B4.cpu().numpy().T[:, :, None]
+    top_k_B1, seed_B1, number_B1 = rules.whole_B3.cpu().numpy().T[:, :, None]
+    x_BV = logits_BV.float().cpu().numpy()
+    with np.errstate(all="ignore"):
+        if rules.seen_BV is not None:
+            factor_BV = np.where(x_BV > 0, 1.0 / penalty_B1, penalty_B1)
+            x_BV = np.where(rules.seen_BV.cpu().numpy(), x_BV * factor_BV, x_BV)
+        best_B1 = x_BV.max(axis=1, keepdims=True)
+        tokens_B1 = x_BV.argmax(axis=1)[:, None]
+        greedy_B1 = temperature_B1 == 0.0
+        if not greedy_B1.all():
+            # The largest becomes 0, so that no temperature overflows.
+            scaled_BV = (x_BV - best_B1) / np.where(greedy_B1, np.float32(1.0), temperature_B1)
+            score_BV = scaled_BV + noise(seed_B1, number_B1, scaled_BV.shape[1])
+            lowest_B1 = _threshold(scaled_BV, top_k_B1, top_p_B1, min_p_B1)
+            drawn_B1 = np.where(scaled_BV >= lowest_B1, score_BV, -np.inf).argmax(axis=1)[:, None]
+            tokens_B1 = np.where(greedy_B1, tokens_B1, drawn_B1)
+        tokens_B.copy_(torch.from_numpy(np.where(np.isfinite(best_B1), tokens_B1, -1)[:, 0]))
+    rules.whole_B3.select(1, 2).add_(1)
     if rules.seen_BV is not None:
         rules.seen_BV.scatter_(1, tokens_B.clamp(min=0)[:, None], True)
 
 
-def _threshold(scaled_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+def _threshold(scaled_BV: np.ndarray, top_k_B1: np.ndarray, top_p_B1: np.ndarray, min_p_B1: np.ndarray) -> np.ndarray:
     """The lowest value of a candidate in every row; the largest value is 0."""
-    lowest_B = torch.where(min_p_B > 0.0, min_p_B.clamp(min=1e-37).log(), -torch.inf)
+    lowest_B1 = np.where(min_p_B1 > 0.0, np.log(np.maximum(min_p_B1, 1e-37)), -np.inf)
     vocab = scaled_BV.shape[1]
-    if bool(((top_k_B > 0) & (top_k_B < vocab)).any()):
-        wanted_B = torch.where(top_k_B > 0, top_k_B, vocab).clamp(max=vocab)
-        found_B = _bisected(scaled_BV, lambda x_B: (scaled_BV >= x_B[:, None]).sum(1) >= wanted_B)
-        lowest_B = torch.maximum(lowest_B, torch.where(wanted_B < vocab, found_B, -torch.inf))
-    if bool((top_p_B < 1.0).any()):
-        mass_BV = scaled_BV.exp().masked_fill(scaled_BV < lowest_B[:, None], 0.0)
-        wanted_B = top_p_B * mass_BV.sum(1)
-        found_B = _bisected(
-            scaled_BV, lambda x_B: mass_BV.masked_fill(scaled_BV < x_B[:, None], 0.0).sum(1) >= wanted_B
-        )
-        lowest_B = torch.maximum(lowest_B, torch.where(top_p_B < 1.0, found_B, -torch.inf))
-    return lowest_B.clamp(max=0.0)
+    top_k_B1 = np.where((top_k_B1 > 0) & (top_k_B1 < vocab), top_k_B1, vocab)
+    if (top_k_B1 < vocab).any() or (top_p_B1 < 1.0).any():
+        falling_BV = np.sort(scaled_BV, axis=1)[:, ::-1]
+        lowest_B1 = np.maximum(lowest_B1, np.take_along_axis(falling_BV, top_k_B1 - 1, axis=1))
+        mass_BV = np.where(falling_BV >= lowest_B1, np.exp(falling_BV), 0.0).cumsum(axis=1, dtype=np.float64)
+        before_B1 = (mass_BV < top_p_B1 * mass_BV[:, -1:]).sum(axis=1, keepdims=True)
+        found_B1 = np.take_along_axis(falling_BV, np.minimum(before_B1, vocab - 1), axis=1)
+        lowest_B1 = np.where(top_p_B1 < 1.0, np.maximum(lowest_B1, found_B1), lowest_B1)
+    return np.minimum(lowest_B1, 0.0)
 
 
-def _bisected(scaled_BV: Tensor, enough) -> Tensor:
-    """The largest value of which `enough` is true, in every row; it is of the lowest value, and of none above 0."""
-    low_B = _ordered(scaled_BV.amin(1))
-    high_B = torch.ones_like(low_B)  # just above 0.0
-    for _ in range(32):
-        middle_B = low_B + (high_B - low_B) // 2
-        reached_B = enough(_value(middle_B))
-        low_B = torch.where(reached_B, middle_B, low_B)
-        high_B = torch.where(reached_B, high_B, middle_B)
-    return _value(low_B)
-
-
-def _ordered(x_B: Tensor) -> Tensor:
-    """Whole numbers in the order of the fp32 values."""
-    bits_B = x_B.view(torch.int32).to(torch.int64)
-    return torch.where(bits_B < 0, -(bits_B & 0x7FFFFFFF), bits_B)
-
-
-def _value(ordered_B: Tensor) -> Tensor:
-    size_B = ordered_B.abs().to(torch.int32).view(torch.float32)
-    return torch.where(ordered_B < 0, -size_B, size_B)
-
-
-def noise(seed_B: Tensor, number_B: Tensor, vocab: int) -> Tensor:
+def noise(seed_B1: np.ndarray, number_B1: np.ndarray, vocab: int) -> np.ndarray:
     """Gumbel noise [B, V] of the `number`-th token of texts with these seeds."""
-    key_B = _mixed(_mixed(_mixed(seed_B & _LOW) ^ ((seed_B >> 32) & _LOW)) ^ (number_B & _LOW))
-    token_V = torch.arange(vocab, device=seed_B.device)
-    hashed_BV = _mixed(key_B[:, None] ^ _mixed(token_V + 1)[None, :])
-    uniform_BV = ((hashed_BV >> 8).float() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform_BV))
+    high_B1 = (seed_B1 >> 32).astype(np.uint32)
+    key_B1 = _mixed(_mixed(_mixed(seed_B1.astype(np.uint32)) ^ high_B1) ^ number_B1.astype(np.uint32))
+    hashed_BV = _mixed(key_B1 ^ _hashed_ids(vocab))
+    uniform_BV = ((hashed_BV >> 8).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24)
+    return -np.log(-np.log(uniform_BV))
 
 
-_LOW = 0xFFFFFFFF
+@functools.lru_cache(maxsize=1)
+def _hashed_ids(vocab: int) -> np.ndarray:
+    return _mixed(np.arange(1, vocab + 1, dtype=np.uint32))
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mixed(x: np.ndarray) -> np.ndarray:
     """A hash of 32 bits: every bit of the input changes about half of the output's."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)

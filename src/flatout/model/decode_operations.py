@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
+from flatout.model.int8 import Int8Linear
 from flatout.model.narrow import NarrowBlock, NarrowWeights
 from flatout.model.operations import Branch, Gates, Mix, Norm, Operations, Own, Shared, Stream
-from flatout.model.quantize import Int8Linear
 from flatout.ops.kernels.decode import GateWeights, Normed, Weights, advance, attend, product
 from flatout.ops.scales import NarrowLinear, Slot
 
@@ -126,8 +126,11 @@ class DecodeOperations(Operations):
         return stream
 
     def logits(self, stream: Stream, norm: Norm, head: Any, table_VW: Tensor | None) -> Tensor:
-        weights = self._matrix(table_VW if head.weight is None else head.weight)
-        return product(self.add_norm(stream, norm)[1], weights, None, dtype=self.dtype, cap=head.cap)[:, None]
+        weight_VW = table_VW if head.weight is None else head.weight
+        # matrix units need whole lines of memory
+        padded = Weights(self.copies.copy_of(weight_VW, self.dtype, multiple=64).values_MK)
+        normed = self.add_norm(stream, norm)[1]
+        return product(normed, padded, None, dtype=self.dtype, cap=head.cap)[:, None, : len(weight_VW)]
 
     def _times(self, source: Any, weights: Weights, bias: Tensor | None, **how: Any) -> Tensor:
         source = source.flatten(0, 1) if isinstance(source, Tensor) and source.dim() == 3 else source

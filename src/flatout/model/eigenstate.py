@@ -133,6 +133,11 @@ class Eigenstate(nn.Module):
             y_BTC = self._mixed(both_BTC, scale_C, (log_decay_K, phase_K), shared, cache)
         return do.product(y_BTC, self.out, narrow.out)
 
+    def advanced(self, both_BTC: Tensor, shared: Shared, cache: EigenstateCache) -> Tensor:
+        """Gated states, from what `inward` made."""
+        eigenvalue = self.eigenvalues()
+        return self._mixed(both_BTC, _input_scale(eigenvalue[0]), eigenvalue, shared, cache)
+
     def _scaled(self, weight: Tensor, scale_C: Tensor) -> Tensor:
         """The weights with the input's scale in them, which saves a pass over the input; rows of the gate stay."""
         return weight * F.pad(scale_C.to(weight.dtype), (0, scale_C.numel()), value=1.0)[:, None]

@@ -131,17 +131,24 @@ class GPT(nn.Module):
         tokens_BT: Tensor,
         cache: Cache | None = None,
         *,
-        last: bool = False,
+        last: bool | Tensor = False,
         layout: DocumentLayout | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] in at least fp32; `last`: [B, 1, V] of the last position. Reads and extends the cache."""
+        """Logits [B, T, V] in at least fp32; `last`: [B, 1, V] of the last position, or of these positions [B].
+
+        Reads and extends the cache.
+        """
         do, stream = self._through_blocks(tokens_BT, cache, layout)
         with self._eager(decoding=True):
             whole = do.logits(stream, self.norm, self.head, self._table)
             if whole is not None:
                 return whole
             hidden_BTW = do.add_norm(stream, self.norm)[1].view(*tokens_BT.shape, -1)
-            return self.head(hidden_BTW[:, -1:] if last else hidden_BTW, self._table, self.execution)
+            if isinstance(last, Tensor):
+                hidden_BTW = hidden_BTW[torch.arange(len(last)), last][:, None]
+            elif last:
+                hidden_BTW = hidden_BTW[:, -1:]
+            return self.head(hidden_BTW, self._table, self.execution)
 
     def hidden(
         self,
@@ -215,13 +222,17 @@ class GPT(nn.Module):
     def _begin(self, cache: Cache | None, *, one: bool) -> tuple[Operations, Sequence[NarrowBlock]]:
         """The form of operations for this pass, and each block's weight copies in narrower types, up to date.
 
-        With a cache it is torch's form, or for `one` token of every row that of the kernels for decoding.
+        With a cache it is torch's form, or for `one` token of every row that of the kernels for decoding or NumPy's.
         """
         how, nothing = self.execution, [NarrowBlock()] * len(self.blocks)
         if cache is not None and cache.kernels and one:
             from flatout.model.decode_operations import DecodeOperations
 
             return DecodeOperations(how, product_type(self.embedding.weight), self.copies), nothing
+        if cache is not None and cache.arrays is not None and one and cache.level and len(cache.length_B) == 1:
+            from flatout.model.row_operations import RowOperations
+
+            return RowOperations(how, cache.arrays), nothing
         if how.kernels != "triton" or cache is not None:
             return Operations(how), nothing
         from flatout.model.kernel_operations import FrozenOperations, KernelOperations

@@ -50,11 +50,14 @@ class NarrowWeights:
         self.made_from: dict[Tensor, tuple[int, int]] = {}
         self.allocations = 0
 
-    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> WeightCopy:
-        """The copy of a weight in `dtype`, updated if the weight has changed. E4M3 has a scale and a transpose too."""
+    def copy_of(self, weight: Tensor, dtype: torch.dtype, multiple: int = 1) -> WeightCopy:
+        """The copy of a weight in `dtype`, updated if the weight has changed. E4M3 has a scale and a transpose too.
+
+        `multiple`: zeros are added up to such a number of rows.
+        """
         copy = self.copies.get(weight)
         if copy is None or copy.values_MK.dtype != dtype or copy.values_MK.device != weight.device:
-            copy = self.copies[weight] = self._allocate(weight, dtype)
+            copy = self.copies[weight] = self._allocate(weight, dtype, multiple)
             self.made_from.pop(weight, None)
         state = (version_of(weight), weight.data_ptr())
         if self.made_from.get(weight) != state:
@@ -62,11 +65,11 @@ class NarrowWeights:
             self.made_from[weight] = state
         return copy
 
-    def _allocate(self, weight: Tensor, dtype: torch.dtype) -> WeightCopy:
+    def _allocate(self, weight: Tensor, dtype: torch.dtype, multiple: int) -> WeightCopy:
         self.allocations += 1
         (rows, columns), device = weight.shape, weight.device
         with torch.inference_mode(False):  # a copy made while sampling must be writable in training
-            values_MK = torch.empty(rows, columns, dtype=dtype, device=device)
+            values_MK = torch.zeros(rows + -rows % multiple, columns, dtype=dtype, device=device)
             if dtype != E4M3:
                 return WeightCopy(values_MK)
             turned_KM = torch.empty(columns, rows, dtype=dtype, device=device)
@@ -76,7 +79,7 @@ class NarrowWeights:
     def _fill(self, copy: WeightCopy, weight: Tensor) -> None:
         with torch.inference_mode(False):
             if copy.unit is None:
-                copy.values_MK.copy_(weight)
+                copy.values_MK[: len(weight)] = weight
             else:
                 from flatout.ops.kernels.fp8 import Narrow, quantise
 

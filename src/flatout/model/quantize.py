@@ -1,11 +1,11 @@
-"""Linear layers of a frozen model in 4 bits, NF4 of bitsandbytes with double quantization; for inference in 8 bits.
+"""Linear layers of a frozen model in 4 bits: NF4 of bitsandbytes with double quantization.
 
 Each run of 64 weights shares a scale, and each weight is the nearest of 16 values that suit a normal distribution. The
 scales are 8-bit numbers themselves: 0.516 bytes per weight. `QuantizedWeight` is a tensor that looks like the wide one
 (shape, type, device). Every operation on it gets the dequantized weight, made for that operation and freed after it;
 autograd saves the small one. So code that multiplies by weights need not know. `quantize_linears` is for training
 adapters beside such weights, `round_linears` gives plain weights the same values. Embeddings, head, norms and biases
-stay as they are. 8 bits (`Int8Linear`) are whole numbers with a scale for every output, and have no gradients.
+stay as they are.
 
 Contract: the dequantized weight is the same at every use, bit for bit, and never written to. Parts of a matrix (queries
 to values; gate and up) are quantized separately, so the values are those of a model with separate matrices.
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from flatout.errors import ConfigError
 from flatout.model.adapter_targets import targets_of
 from flatout.model.gpt import GPT
+from flatout.model.int8 import Int8Linear
 from flatout.model.layers import Block
 
 BLOCK = 64  # weights that share a scale
@@ -143,29 +144,17 @@ class QuantizedLinear(nn.Linear):
         return frozen_product(x, weight, self.bias)
 
 
-class Int8Linear(nn.Linear):
-    """A linear layer for inference, whose weight is in whole numbers of 8 bits, each output's with a scale."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = linear.weight.shape
-        wide_NK = linear.weight.detach().float()
-        scale_N = wide_NK.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        self.weight = nn.Parameter((wide_NK / scale_N[:, None]).round().to(torch.int8), requires_grad=False)
-        self.register_buffer("scale_N", scale_N)
-        self.scale_N: Tensor
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return F.linear(x, (self.weight * self.scale_N[:, None]).to(x.dtype), self.bias)
-
-
-def narrow_linears(model: GPT) -> None:
-    """Puts the linear layers of all blocks into 8 bits."""
+def narrow_linears(model: GPT, weights: str) -> None:
+    """Puts the linear layers of all blocks, but those with adapters or in 4 bits, into `bf16` or `int8`."""
     for block in model.blocks:
         assert isinstance(block, Block)
         for name, linear in block.linears().items():
-            block.set_linear(name, Int8Linear(linear))
+            if type(linear) is not nn.Linear:
+                continue
+            if weights == "int8" and linear.in_features % 4 == 0:  # kernels read four numbers at once
+                block.set_linear(name, Int8Linear(linear))
+            else:
+                linear.weight.data = linear.weight.data.to(torch.bfloat16)
 
 
 def check_quantizing(device: torch.device) -> None:

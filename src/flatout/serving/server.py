@@ -29,13 +29,14 @@ def serve(
     device: str = "auto",
     best: bool = True,
     base: str | None = None,
+    weights: str = "auto",
     ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serves a model by an OpenAI-compatible interface, with a chat page, until SIGINT or SIGTERM.
 
-    `model`, `device`, `best` and `base` are as for `load_model`. `rows` texts are decoded together, by default as many
-    as fit; `queue` more may wait. `seconds` is the most for one request, `drain` the time that live ones have to finish
-    in when the server ends. Port 0 is any free one; `ready` gets the address.
+    `model`, `device`, `best`, `base` and `weights` are as for `load_model`. `rows` texts are decoded together, by
+    default as many as fit; `queue` more may wait. `seconds` is the most for one request, `drain` the time that live
+    ones have to finish in when the server ends. Port 0 is any free one; `ready` gets the address.
 
     A `host` beyond this machine needs an API key in the environment variable FLATOUT_API_KEY.
     """
@@ -48,7 +49,8 @@ def serve(
         message = f"--host {host} lets other machines in, and no API key is set"
         raise UsageError(message, f"set {KEY} to a key that clients must send, or leave --host out")
     with _listening(host, port) as listener:
-        asked = {"model": model and str(model), "device": device, "best": best, "base": base, "rows": rows}
+        which = {"device": device, "best": best, "base": base, "weights": weights}
+        asked = {"model": model and str(model), "which": which, "rows": rows}
         how = {"queue": queue, "seconds": seconds, "drain": drain, "key": key}
         asyncio.run(_serve(listener, host, asked, ready, **how))
 

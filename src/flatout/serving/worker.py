@@ -17,33 +17,20 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flatout.data.chat_template import TemplateRefusal
 from flatout.data.library_tokenizers import ModelTokenizer
-from flatout.device import Device
 from flatout.errors import UsageError, UserError
-from flatout.front.models import LoadedModel, chat_prompt, load_model, template_of
-from flatout.generation.engine import Engine, Request, no_probabilities
+from flatout.front.models import LoadedModel, load_model, template_of
+from flatout.front.texts import chat_prompt
+from flatout.generation.engine import Engine, TextRequest, fitting_rows, no_probabilities
 from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
-from flatout.host import host_memory
 from flatout.model.gpt import GPT
-from flatout.resolve.case import Probes, no_triton
 from flatout.resolve.fit_check import out_of_memory
 from flatout.serving.fields import Refused
 
 EVERY = 0.05  # seconds between two events of a text
-_SHARE = {"cuda": 0.6}  # of free memory for the cache
-_MOST_ROWS = {"cuda": 64}
-
-
-def fitting_rows(model: GPT, device: Device) -> int:
-    """How many rows of a cache fit into a share of the free memory."""
-    row = sum(x.numel() * x.element_size() for layer in model.empty_cache(1).layers for x in layer.tensors())
-    free = torch.cuda.mem_get_info(device.torch_device)[0] if device.kind == "cuda" else host_memory()[0]
-    fit = int(_SHARE.get(device.kind, 0.25) * (free or 2**30)) // row
-    return max(1, min(fit, _MOST_ROWS.get(device.kind, 8)))
+_LOOK = 0.02  # seconds between two looks at what was decoded, so that the next step is launched in time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +45,7 @@ class Prepared:
 class Text:
     """One text of a request: tokens in, events out."""
 
-    def __init__(self, id: str, choice: int, request: Request, stops: list[str], loaded: LoadedModel) -> None:
+    def __init__(self, id: str, choice: int, request: TextRequest, stops: list[str], loaded: LoadedModel) -> None:
         self.id, self.choice, self.request, self.stops = id, choice, request, stops
         self.tokenizer, self.pieces = loaded.tokenizer, TextPieces(loaded.tokenizer)
         self.read = 0  # tokens
@@ -124,12 +111,11 @@ class Decoder:
             )
         self.loaded, self.model, self.send = loaded, loaded.model, send
         self.template = template_of(loaded)
-        kernels = loaded.device.kind == "cuda" and no_triton(loaded.device, Probes()) is None
         with out_of_memory():
             self.rows = rows or fitting_rows(loaded.model, loaded.device)
-            vocab = loaded.tokenizer.vocab
-            self.engine = Engine(loaded.model, rows=self.rows, vocab=vocab, penalties=True, kernels=kernels)
-            if kernels:
+            how = {"penalties": True, "kernels": loaded.kernels, "scope": loaded.scope}
+            self.engine = Engine(loaded.model, rows=self.rows, vocab=loaded.tokenizer.vocab, **how)
+            if loaded.kernels:
                 self.warm_up()
         # a request, the id of one to cancel, or the end of the input
         self.inbox: queue.SimpleQueue[Prepared | str | None] = queue.SimpleQueue()
@@ -142,7 +128,7 @@ class Decoder:
         """Compiles and records the passes for every number of rows, before a request waits for one of them."""
         for rows in {min(self.rows, 1 << bit) for bit in range(self.rows.bit_length() + 1)}:
             for _ in range(rows):
-                self.engine.add(Request(ids=[0], count=2, sampling=Sampling()))
+                self.engine.add(TextRequest(ids=[0], count=2, sampling=Sampling()))
             while self.engine.busy:
                 self.engine.step()
 
@@ -213,6 +199,7 @@ class Decoder:
     # --- tokens to text (the main thread) -----------------------------------------------------------------------------
 
     def run(self) -> None:
+        looked = 0.0
         while True:
             self._report()
             while not self.inbox.empty() or not self.engine.busy:
@@ -222,6 +209,9 @@ class Decoder:
             with out_of_memory():
                 self.engine.step()
             now = time.monotonic()
+            if now < looked + _LOOK and self.engine.busy:
+                continue
+            looked = now
             for texts in list(self.texts.values()):
                 for text in texts:
                     self._advance(text, now)
@@ -241,7 +231,7 @@ class Decoder:
         texts = self.texts[item.id] = []
         for ids in item.prompts:
             for number in range(asked["n"]):
-                request = Request(
+                request = TextRequest(
                     ids=ids,
                     count=min(asked["count"] or self.engine.room, self.engine.room),
                     sampling=dataclasses.replace(sampling, seed=sampling.seed + number),
@@ -296,7 +286,7 @@ def main() -> int:
     asked = json.loads(sys.stdin.buffer.readline())
     try:
         model = None if asked["model"] is None else Path(asked["model"])
-        loaded = load_model(model, device=asked["device"], best=asked["best"], base=asked["base"])
+        loaded = load_model(model, **asked["which"])
         decoder = Decoder(loaded, asked["rows"], send)
     except UserError as error:
         send({"failed": [error.message, error.hint, error.exit_code]})

@@ -287,7 +287,10 @@ def product(
     gates: GateWeights | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """`act(source @ weight.T + bias)` [R, N], with inputs rounded to `dtype`. swiglu halves the outputs."""
+    """`act(source @ weight.T + bias)` [R, N], with inputs rounded to `dtype`. swiglu halves the outputs.
+
+    Outputs of one row are in `out_dtype`, of more in what the library makes of them.
+    """
     matrix, device = weights.matrix_NK, weights.matrix_NK.device
     outputs, inputs = matrix.shape
     rows = len(source) if isinstance(source, Tensor) else len(source.x_RW)
@@ -295,7 +298,7 @@ def product(
     launch = {"EARLY": early} | ({"launch_pdl": True} if early else {})
     whole = int(triton.next_power_of_2(inputs))
     if rows > 1:
-        return _of_rows(source, weights, bias, dtype, activation, cap, gates, launch).to(out_dtype)
+        return _of_rows(source, weights, bias, dtype, activation, cap, gates, launch)
     outputs = outputs // 2 if activation == "swiglu" else outputs
     out_RN = torch.empty(rows, outputs, dtype=out_dtype, device=device)
     tensors, numbers, flags = _source(source, gates, out_RN)

@@ -156,6 +156,7 @@ flatout plot runs/a runs/b                           # curves as pictures and CS
 flatout report runs/a                                # one page: curves, switches, samples, where the time went
 flatout finetune model.init_from=FOLDER chat.source=rows.jsonl   # LoRA on conversations
 flatout chat runs/lora                               # talk to it
+flatout serve runs/lora                              # OpenAI's interface and a chat page
 flatout export runs/lora merged/                     # the adapters written into the weights
 flatout export runs/my-gpt2 exported/                # config.json and model.safetensors for Hugging Face tools
 ```

@@ -13,7 +13,7 @@ CONFIG_VERBS = [
     ["train"], ["prepare"], ["config", "show"], ["config", "explain"], ["train", "--json"], ["finetune"], ["estimate"],
     ["estimate", "--gpus", "8"], ["tune"], ["tune", "lr"], ["bench"], ["ablate"], ["profile"],
 ]  # fmt: skip
-MODEL_VERBS = ["eval", "generate", "chat", "export", "plot", "report", "watch"]
+MODEL_VERBS = ["eval", "generate", "chat", "serve", "export", "plot", "report", "watch"]
 NUMBERS = {
     ("generate",): ["--tokens", "--temperature", "--top-k", "--top-p", "--seed"],
     ("chat",): ["--tokens", "--temperature", "--top-p", "--seed"],

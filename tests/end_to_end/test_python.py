@@ -19,7 +19,8 @@ from flatout.records import StepRecord
 
 Tiny = Callable[..., LoadedConfig]
 VERBS = ("ablate", "bench", "chat", "consolidate", "doctor", "estimate", "evaluate", "export", "finetune", "generate",
-         "merge", "plot", "prepare", "profile", "report", "search", "train", "tune", "tune_lr")  # fmt: skip
+         "merge", "plot", "prepare", "profile", "report", "search", "serve", "train", "tune",
+         "tune_lr")  # fmt: skip
 
 
 def test_names_are_listed_once_typed_and_documented():

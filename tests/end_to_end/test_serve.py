@@ -26,10 +26,13 @@ from safetensors.torch import load_file, save_file
 import flatout
 from flatout.config.load import load_config
 from flatout.data.tokenizer import ByteTokenizer
+from flatout.generation.engine import fitting_rows
 from flatout.generation.pieces import TextPieces
+from flatout.model.gpt import GPT
 from flatout.serving import app, protocol
 from flatout.serving.app import Service, application
 from flatout.serving.link import EngineLink
+from flatout.serving.worker import Decoder
 from tests.called import call
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
@@ -472,6 +475,24 @@ def test_a_request_that_takes_too_long(front: tuple[int, Service]):
         assert b" 408 " in connection.recv(1000).partition(b"\r\n")[0]
     assert service.texts == 0
     assert not service.link.jobs
+
+
+def test_rows_are_as_many_as_fit(model: flatout.LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    assert isinstance(model.model, GPT)
+    row = 2 * 2 * 2 * 256 * 8 * 4  # layers, keys and values, groups, positions, head size, bytes
+    for free, rows in ((0, 1), (row, 1), (4 * 3 * row, 3), (2**40, 8)):
+        monkeypatch.setattr("flatout.generation.engine.host_memory", lambda free=free: (max(free, 1), None))
+        assert fitting_rows(model.model, model.device) == rows
+
+
+def test_a_warm_up_leaves_the_engine_ready(model: flatout.LoadedModel):
+    sent: list[dict[str, Any]] = []
+    decoder = Decoder(model, 3, sent.append)
+    decoder.warm_up()
+    assert not decoder.engine.busy
+    assert decoder.describe() == {"model": "chatty", "context": 256, "rows": 3, "chat": True}
+    assert not sent
+    decoder.engine.close()
 
 
 # --- the process ------------------------------------------------------------------------------------------------------

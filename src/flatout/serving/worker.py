@@ -117,12 +117,22 @@ class Decoder:
             self.rows = rows or fitting_rows(loaded.model, loaded.device)
             how = {"penalties": True, "kernels": loaded.kernels, "invariant": invariant, "scope": loaded.scope}
             self.engine = Engine(loaded.model, rows=self.rows, vocab=loaded.tokenizer.vocab, **how)
+            if loaded.kernels:
+                self.warm_up()
         # a request, the id of one to cancel, or the end of the input
         self.inbox: queue.SimpleQueue[Prepared | str | None] = queue.SimpleQueue()
         self.texts: dict[str, list[Text]] = {}
         self.prompt_tokens = self.tokens = 0
         self.stats: dict[str, int] = {}
         self.stats_at = 0.0
+
+    def warm_up(self) -> None:
+        """Compiles and records the passes for every number of rows, before a request waits for one of them."""
+        for rows in {min(self.rows, 1 << bit) for bit in range(self.rows.bit_length() + 1)}:
+            for _ in range(rows):
+                self.engine.add(TextRequest(ids=[0], count=2, sampling=Sampling()))
+            while self.engine.busy:
+                self.engine.step()
 
     def describe(self) -> dict[str, Any]:
         folder = self.loaded.origin.resolve()

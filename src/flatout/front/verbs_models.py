@@ -189,7 +189,8 @@ def _check_shards(parsed: argparse.Namespace) -> None:
 
 def evaluate(parsed: argparse.Namespace) -> int:
     what = {"data": parsed.data, "split": parsed.split, "tokens": parsed.tokens}
-    result = flatout.evaluate(_model(parsed, weights="fp32"), **what)
+    model = _model(parsed, weights="fp32")
+    result = flatout.evaluate(model, **what)
     narrow = None if parsed.weights is None else flatout.evaluate(_model(parsed), **what)
     if parsed.json:
         print(json.dumps(vars(result) | ({} if narrow is None else {f"{parsed.weights}_loss": narrow.loss})))

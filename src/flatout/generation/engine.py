@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.device import Device, cpu_threads
 from flatout.errors import CheckpointError
@@ -107,7 +107,8 @@ class Engine:
             self.rules = Rules.room(rows, self.device, (vocab or model.vocab) if penalties else None)
             wide = product_type(model.embedding.weight) == model.embedding.weight.dtype == torch.float32
         self.cache.kernels = kernels
-        self.cache.arrays = {} if self.device.type == "cpu" and wide else None
+        whole = all(type(weight) is nn.Parameter for weight in model.parameters())  # neither sharded nor in 4 bits
+        self.cache.arrays = {} if self.device.type == "cpu" and wide and whole else None
         size = sum(weight.numel() for weight in model.parameters())
         self.threads = 1 if self.device.type == "cpu" and size < SMALL else None  # of torch; None: as they are
         self.draws = self.device.type == "cuda" and find_spec("triton") is not None

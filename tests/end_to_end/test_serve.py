@@ -662,14 +662,17 @@ def test_many_clients_of_the_openai_package(server: Server):
 @pytest.mark.slow
 def test_two_hundred_clients_for_five_minutes(folder: Path):
     server = Server(folder, "--rows", "16", "--queue", "400")
-    firsts, memory = campaign(server, clients=200, seconds=300)
+    try:
+        firsts, memory = campaign(server, clients=200, seconds=300)
+    finally:
+        ended = server.end()
     firsts = firsts[200:]  # at first all come at once
     middle, late = statistics.median(firsts), statistics.quantiles(firsts, n=100)[98]
     print(f"{len(firsts)} requests, first token after {middle:.2f} s, 99%: {late:.2f} s")
     print(f"memory {memory[4]}, {memory[-1]}")
     assert late <= 3 * middle
     assert all(after < 1.05 * before + 2**23 for before, after in zip(memory[4], memory[-1], strict=True))
-    assert server.end() == (0, "stopped\n")
+    assert ended == (0, "stopped\n")
 
 
 @pytest.mark.slow

@@ -1,11 +1,18 @@
-"""Values as short tables in a notebook, and as one line elsewhere."""
+"""Values as short tables in a notebook, and as one line elsewhere; text that cannot move the cursor."""
 
 import dataclasses
 import html
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MOST_ROWS = 30
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text without control characters, newlines and tabs kept."""
+    return _CONTROL.sub("\ufffd", text)
 
 
 def html_table(rows: Mapping[str, object]) -> str:

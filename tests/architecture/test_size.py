@@ -22,11 +22,11 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 47_935,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 38_026,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 95,  # all Python outside tests
-    "modules": 225,  # of src/flatout, as all the following
-    "modules with one importer": 36,
+    "lines of code": 50_595,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 40_211,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 110,  # all Python outside tests
+    "modules": 241,  # of src/flatout, as all the following
+    "modules with one importer": 42,
     "settings": 146,  # leaves of RunConfig, and environment variables of our own
     "verbs": 20,
     "class names with two meanings": 0,

@@ -149,6 +149,24 @@ KINDS = {
 }
 
 
+KINDS_OF_ONE_ROW = KINDS | {
+    "learned": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "residual_scale": 0.5},
+    "grouped values": {"family": "gpt", "kv_heads": 2, "value_tables": 1, "norm": "rmsnorm", "qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ONE_ROW)
+def test_one_row_in_numpy_gives_the_logits_of_torch(kind):
+    model, text = lively_model(KINDS_OF_ONE_ROW[kind]), [3, 1, 4, 1, 5, 9, 2, 6]
+    caches = model.empty_cache(), model.empty_cache()
+    caches[1].arrays = {}
+    with torch.inference_mode():
+        for first, end in [(0, 3), *((place, place + 1) for place in range(3, 8))]:
+            one, other = (model.logits(torch.tensor([text[first:end]]), cache, last=True) for cache in caches)
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+    assert caches[1].arrays, "the passes of one token used NumPy"
+
+
 def requests(number: int) -> list[TextRequest]:
     draw = random.Random(0)
     rules = (
@@ -198,6 +216,22 @@ def test_a_text_does_not_depend_on_its_neighbours(kind):
     while engine.busy:
         engine.step()
     assert turn.made == list(uncached_tokens(model, turn.ids, count=6, sampling=GREEDY))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_invariant_engine_gives_the_same_bits_beside_others(kind):
+    model = lively_model(KINDS[kind])
+
+    def probabilities(others: int) -> list[float]:
+        engine = Engine(model, rows=4, invariant=True)
+        beside = [engine.add(one) for one in requests(others)]
+        one = engine.add(TextRequest(ids=[1, 2, 3], count=12, sampling=GREEDY, logprobs=0))
+        while engine.busy:
+            engine.step()
+        assert all(other.ended == "length" for other in beside)
+        return [own for own, _ in one.probabilities]
+
+    assert probabilities(0) == probabilities(3) == probabilities(9)
 
 
 def test_a_request_that_is_cancelled_frees_its_row():

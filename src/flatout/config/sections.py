@@ -37,7 +37,7 @@ class Section(BaseModel):
     """A strict, frozen group of fields: no unknown keys, no silent conversions, no NaN."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid", defer_build=True, frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 

@@ -31,7 +31,6 @@ from typing import Any, cast, final
 from flatout.confined import Child, Exceeded
 from flatout.corpus.document import shown
 from flatout.data.library_tokenizers import ModelTokenizer
-from flatout.data.template_child import BEGIN, END, answer
 from flatout.errors import DataError
 from flatout.files import leads_outside, parse_json, read_bounded
 
@@ -157,6 +156,8 @@ class ChatTemplate:
         self, messages: Messages, text: str, tools: Objects = None, documents: Objects = None
     ) -> list[tuple[int, int]] | None:
         """Where in `text`, the rendering of `messages`, the template's own marks lie; None where it has none."""
+        from flatout.data.template_child import BEGIN, END  # here, as it imports Jinja
+
         form = self._form(tools)
         if form not in self._marked or BEGIN in text or END in text:
             return None
@@ -199,7 +200,12 @@ class ChatTemplate:
         """The renderings; without any, a look at whether the template can be compiled."""
         request = {"text": self.texts[form], "now": self._now, "marks": marks, "values": values, "asks": asks}
         try:
-            answers = answer(request) if self._ours else child().ask(request, max(1, len(asks)))
+            if self._ours:
+                from flatout.data.template_child import answer
+
+                answers = answer(request)
+            else:
+                answers = child().ask(request, max(1, len(asks)))
         except Exceeded as error:
             raise DataError(f"the chat template {shown(self.name)} {error}", _INSTEAD) from error
         except (RecursionError, TypeError, ValueError) as error:  # of JSON: the child gets nothing else

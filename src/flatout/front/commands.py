@@ -174,6 +174,7 @@ _ALL = (
             option("--host", "ADDRESS", "listen here; default 127.0.0.1, this machine only", default="127.0.0.1"),
             number("--port", 0, 65535, "0: any free one; default 8000", default=8000),
             number("--rows", 1, 4096, "texts decoded together; default: as many as fit, 64 on a GPU and 8 on a CPU"),
+            flag("--batch-invariant", "texts are the same to the bit whatever runs beside them; slower"),
             number("--queue", 0, 1_000_000, "texts that may wait for a row; default 100", default=100),
             number("--seconds", 0.1, 1e6, "most time for one request; default 600", default=600.0),
             number("--drain", 0.0, 1e6, "time for live requests to finish at the end; default 30", default=30.0),

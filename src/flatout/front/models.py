@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,20 +29,13 @@ from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, v
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
 from flatout.config.load import LoadedConfig, load_stored, with_values
 from flatout.config.source import Source
-from flatout.data.batch import Delivery, Schedule, TrainingData, tokens_per_byte
 from flatout.data.chat_template import ChatTemplate, load_template, read_templates, template_from_json
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import stops_of
-from flatout.data.sample_data import SampleData
-from flatout.data.samples import holds_samples, open_samples
-from flatout.data.shard_data import ShardData
-from flatout.data.shards import open_dataset
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import own_tokenizer, read_model_tokenizer
 from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.custom import CustomModel, CustomParts, ModelFromPython, check_same_parts, customize, structure_of
-from flatout.engine.evaluate import bits_per_byte, perplexity
-from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError, quoted
 from flatout.files import disk_errors
@@ -60,9 +53,11 @@ from flatout.model.weights import assign_weights
 from flatout.resolve.case import Probes, no_triton
 from flatout.resolve.checks import way_to_export
 from flatout.resolve.fit_check import out_of_memory
-from flatout.resolve.opening import DataSource, samples_folder
 from flatout.resolve.switches import scan_for
 from flatout.shown import ShortlyShown, Shown
+
+if TYPE_CHECKING:
+    from flatout.data.batch import TrainingData
 
 WEIGHTS = ("auto", "fp32", "bf16", "int8")
 
@@ -388,6 +383,10 @@ def evaluate(
 
     Of a fine-tuned run `data` may also be the folder of its samples, where its source or its base is not to be found.
     """
+    from flatout.data.batch import Delivery, tokens_per_byte  # here: a first token need not wait for them
+    from flatout.engine.evaluate import bits_per_byte, perplexity
+    from flatout.engine.evaluate import evaluate as evaluate_model
+
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     if data is None and loaded.config is None:
         raise UsageError(
@@ -410,8 +409,10 @@ def evaluate(
     )
 
 
-def _trained_on(loaded: LoadedModel) -> TrainingData:
+def _trained_on(loaded: LoadedModel) -> "TrainingData":
     """The data of a run, whatever its kind."""
+    from flatout.resolve.opening import DataSource
+
     assert loaded.settings is not None, "checked by the caller"
     data = DataSource(loaded.settings, loaded.device, again=True).open(loaded.settings).data
     if data.facts.fingerprint != loaded.dataset:
@@ -422,8 +423,15 @@ def _trained_on(loaded: LoadedModel) -> TrainingData:
     return data
 
 
-def _in_folder(folder: Path, loaded: LoadedModel) -> TrainingData:
+def _in_folder(folder: Path, loaded: LoadedModel) -> "TrainingData":
     """Any prepared shards, or the samples that a run made."""
+    from flatout.data.batch import Schedule
+    from flatout.data.sample_data import SampleData
+    from flatout.data.samples import holds_samples, open_samples
+    from flatout.data.shard_data import ShardData
+    from flatout.data.shards import open_dataset
+    from flatout.resolve.opening import samples_folder
+
     config, context = loaded.config, loaded.model.config.context
     if config is None or not (config.fine_tunes and holds_samples(folder)):
         dataset = open_dataset(folder, wanted=loaded.tokenizer, verify="full")

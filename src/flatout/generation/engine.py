@@ -87,12 +87,16 @@ class Engine:
         vocab: int | None = None,
         penalties: bool = False,
         kernels: bool = False,
+        invariant: bool = False,
         scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         """`room`: positions of a row, at most the context. `vocab`: ids below it are sampled.
 
-        `kernels`: those for decoding, in recorded graphs. `scope`: the arithmetic of every pass.
+        `kernels`: those for decoding, in recorded graphs. `invariant`: every pass has all rows and every prompt is read
+        alone and whole, so that a text is the same to the bit, whatever runs beside it. `scope`: the arithmetic of
+        every pass.
         """
+        self.invariant = invariant
         self.model, self.kernels, self.scope, self.vocab = model, kernels, scope, vocab
         self.device = model.embedding.weight.device
         self.was_training = model.training
@@ -184,12 +188,12 @@ class Engine:
     def _suits(self, ids: list[int], texts: list[list[int]]) -> bool:
         """Whether a prompt joins a pass: rows are filled up to the longest, and what fills them must stay unseen."""
         lengths = [len(ids), *map(len, texts)]
-        unseen = self.rewinds or len(set(lengths)) == 1
+        unseen = (self.rewinds or len(set(lengths)) == 1) and not self.invariant
         return unseen and max(lengths) <= 2 * min(lengths) and len(lengths) * max(lengths) <= MOST_PROMPT_TOKENS
 
     def _shared(self, kept: list[int], ids: list[int]) -> int:
         """How many first tokens of `ids` need not be read again; at least one is, whose logits are needed."""
-        most = min(len(kept), len(ids) - 1)
+        most = 0 if self.invariant else min(len(kept), len(ids) - 1)
         same = next((place for place in range(most) if kept[place] != ids[place]), most)
         return same if self.rewinds or same == len(kept) else 0
 
@@ -245,17 +249,20 @@ class Engine:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        count = len(self.live)
-        if self.kernels:
+        count = rows = len(self.live)
+        if self.invariant:
+            rows = self.rows
+        elif self.kernels:
             rows = min(self.rows, 1 << (count - 1).bit_length())
+        if self.kernels:
             if rows not in self.graphs:
                 self.graphs[rows] = self._recorded(rows)
             replay, logits_BV = self.graphs[rows]
             replay()
-            for other in range(count, rows):  # a recorded pass moves on in rows that are not live, too
-                self.kept[other] = self.kept[other] if self.rewinds else []
         else:
-            logits_BV = self._pass(count)
+            logits_BV = self._pass(rows)
+        for other in range(count, rows):  # a pass moves on in rows that are not live, too
+            self.kept[other] = self.kept[other] if self.rewinds else []
         for row in self.live:
             row.filled += 1
         self._send(self.live, self.tokens_B1[:count, 0], logits_BV[:count])
@@ -271,10 +278,10 @@ class Engine:
         part, rules, tokens_B1 = self.views[count]
         if count == 1 and not self.kernels:  # the host knows the length: attention reads no more than that
             part.level, part.most = True, self.live[0].filled
-        elif not self.kernels:
-            part.most = max(row.filled for row in self.live)
-        else:
+        elif self.kernels or self.invariant:
             part.length_B.clamp_(max=self.room - 1)  # of rows that are not live
+        else:
+            part.most = max(row.filled for row in self.live)
         logits_BV = self.model.logits(tokens_B1.clamp(min=0), part, last=True)[:, -1, : self.vocab]
         choose(logits_BV, rules, tokens_B1[:, 0], kernels=self.draws)
         return logits_BV

@@ -7,7 +7,6 @@ The terminal, or the pipe in its place, that everything here prints to.
 Several ranks of a run: which is the slowest, and how long the others wait for it and for gradients.
 """
 
-import re
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -20,13 +19,7 @@ from flatout.records import slowest_rank as slowest_rank
 from flatout.rows import human_bytes as human_bytes
 from flatout.rows import human_count as human_count
 from flatout.rows import human_seconds as human_seconds
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """The text without control characters, newlines and tabs kept."""
-    return _CONTROL.sub("\ufffd", text)
+from flatout.shown import printable as printable
 
 
 def one_line(text: str) -> str:

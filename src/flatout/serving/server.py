@@ -23,6 +23,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     rows: int | None = None,
+    batch_invariant: bool = False,
     queue: int = 100,
     seconds: float = 600.0,
     drain: float = 30.0,
@@ -36,7 +37,8 @@ def serve(
 
     `model`, `device`, `best`, `base` and `weights` are as for `load_model`. `rows` texts are decoded together, by
     default as many as fit; `queue` more may wait. `seconds` is the most for one request, `drain` the time that live
-    ones have to finish in when the server ends. Port 0 is any free one; `ready` gets the address.
+    ones have to finish in when the server ends. Port 0 is any free one; `ready` gets the address. `batch_invariant`
+    makes a text the same to the bit whatever runs beside it, and every step as slow as one of all rows.
 
     A `host` beyond this machine needs an API key in the environment variable FLATOUT_API_KEY.
     """
@@ -50,7 +52,7 @@ def serve(
         raise UsageError(message, f"set {KEY} to a key that clients must send, or leave --host out")
     with _listening(host, port) as listener:
         which = {"device": device, "best": best, "base": base, "weights": weights}
-        asked = {"model": model and str(model), "which": which, "rows": rows}
+        asked = {"model": model and str(model), "which": which, "rows": rows, "invariant": batch_invariant}
         how = {"queue": queue, "seconds": seconds, "drain": drain, "key": key}
         asyncio.run(_serve(listener, host, asked, ready, **how))
 

@@ -104,7 +104,9 @@ class Text:
 
 
 class Decoder:
-    def __init__(self, loaded: LoadedModel, rows: int | None, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, loaded: LoadedModel, rows: int | None, invariant: bool, send: Callable[[dict[str, Any]], None]
+    ) -> None:
         if loaded.from_python or not isinstance(loaded.model, GPT):
             raise UsageError(
                 f"{loaded.origin} is a model from Python, which has no cache to decode with", "serve another"
@@ -113,7 +115,7 @@ class Decoder:
         self.template = template_of(loaded)
         with out_of_memory():
             self.rows = rows or fitting_rows(loaded.model, loaded.device)
-            how = {"penalties": True, "kernels": loaded.kernels, "scope": loaded.scope}
+            how = {"penalties": True, "kernels": loaded.kernels, "invariant": invariant, "scope": loaded.scope}
             self.engine = Engine(loaded.model, rows=self.rows, vocab=loaded.tokenizer.vocab, **how)
             if loaded.kernels:
                 self.warm_up()
@@ -287,7 +289,7 @@ def main() -> int:
     try:
         model = None if asked["model"] is None else Path(asked["model"])
         loaded = load_model(model, **asked["which"])
-        decoder = Decoder(loaded, asked["rows"], send)
+        decoder = Decoder(loaded, asked["rows"], asked["invariant"], send)
     except UserError as error:
         send({"failed": [error.message, error.hint, error.exit_code]})
         return error.exit_code

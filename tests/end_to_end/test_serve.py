@@ -487,7 +487,7 @@ def test_rows_are_as_many_as_fit(model: flatout.LoadedModel, monkeypatch: pytest
 
 def test_a_warm_up_leaves_the_engine_ready(model: flatout.LoadedModel):
     sent: list[dict[str, Any]] = []
-    decoder = Decoder(model, 3, sent.append)
+    decoder = Decoder(model, 3, False, sent.append)
     decoder.warm_up()
     assert not decoder.engine.busy
     assert decoder.describe() == {"model": "chatty", "context": 256, "rows": 3, "chat": True}

@@ -487,7 +487,7 @@ def test_rows_are_as_many_as_fit(model: flatout.LoadedModel, monkeypatch: pytest
 
 def test_a_warm_up_leaves_the_engine_ready(model: flatout.LoadedModel):
     sent: list[dict[str, Any]] = []
-    decoder = Decoder(model, 3, sent.append)
+    decoder = Decoder(model, 3, False, sent.append)
     decoder.warm_up()
     assert not decoder.engine.busy
     assert decoder.describe() == {"model": "chatty", "context": 256, "rows": 3, "chat": True}
@@ -617,6 +617,12 @@ def resident(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
+def processor_seconds() -> tuple[float, float]:
+    """Time that the hypervisor gave to others, and all time, of all cores."""
+    values = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return values[7], sum(values)
+
+
 def campaign(server: Server, clients: int, seconds: float) -> tuple[list[float], list[list[int]]]:
     """Times to the first token of clients that ask again and again, and the memory of both processes over time."""
     firsts: list[float] = []
@@ -662,14 +668,21 @@ def test_many_clients_of_the_openai_package(server: Server):
 @pytest.mark.slow
 def test_two_hundred_clients_for_five_minutes(folder: Path):
     server = Server(folder, "--rows", "16", "--queue", "400")
-    firsts, memory = campaign(server, clients=200, seconds=300)
+    before = processor_seconds()
+    try:
+        firsts, memory = campaign(server, clients=200, seconds=300)
+    finally:
+        ended = server.end()
+    stolen, whole = (after - earlier for after, earlier in zip(processor_seconds(), before, strict=True))
     firsts = firsts[200:]  # at first all come at once
     middle, late = statistics.median(firsts), statistics.quantiles(firsts, n=100)[98]
     print(f"{len(firsts)} requests, first token after {middle:.2f} s, 99%: {late:.2f} s")
     print(f"memory {memory[4]}, {memory[-1]}")
-    assert late <= 3 * middle
     assert all(after < 1.05 * before + 2**23 for before, after in zip(memory[4], memory[-1], strict=True))
-    assert server.end() == (0, "stopped\n")
+    assert ended == (0, "stopped\n")
+    if stolen > 0.1 * whole:
+        pytest.skip(f"other machines on this host took {stolen / whole:.0%} of the time, so delays say nothing")
+    assert late <= 3 * middle
 
 
 @pytest.mark.slow

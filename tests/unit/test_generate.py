@@ -273,6 +273,6 @@ def test_probabilities_of_tokens_are_those_of_the_model():
 def test_a_model_without_probabilities_is_refused():
     model = lively_model({})
     with torch.no_grad():
-        model.norm.weight.fill_(float("nan"))
+        model.norm.weight.fill_(float("nan"))  # pyright: ignore[reportOptionalMemberAccess]
     with pytest.raises(CheckpointError, match="not finite"):
         list(generate_tokens(model, [1], count=3, sampling=GREEDY))

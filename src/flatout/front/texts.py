@@ -55,8 +55,8 @@ def generate(
 
 def _ids_of(loaded: LoadedModel, prompt: str, bare: bool) -> list[int]:
     tokenizer = loaded.tokenizer
-    expects = bare and isinstance(tokenizer, ModelTokenizer)
-    ids = (tokenizer.encode_prompt(prompt) if expects else tokenizer.encode(prompt)).tolist()
+    encode = tokenizer.encode_prompt if bare and isinstance(tokenizer, ModelTokenizer) else tokenizer.encode
+    ids = encode(prompt).tolist()
     if not ids:
         if tokenizer.end_of_text is None:
             raise DataError("the prompt is empty", "give at least one character to continue")

@@ -83,7 +83,7 @@ class DecodeOperations(Operations):
         wanted = None if gates.weight_CI is None or made is None else GateWeights(gates.weight_CI, made)
         return _Projected(self._times(h_BTW, weights, layer.bias, gates=wanted), made, gates.values)
 
-    def attention(self, mixer: Any, made: _Projected, shared: Shared, own: Own) -> Any:
+    def attention(self, mixer: Any, made: Any, shared: Shared, own: Own) -> Any:
         assert shared.decoding is not None
         cache, norms = own.cache, mixer.norms
         rows = len(made.qkv_RC)
@@ -126,7 +126,7 @@ class DecodeOperations(Operations):
         return stream
 
     def logits(self, stream: Stream, norm: Norm, head: Any, table_VW: Tensor | None) -> Tensor:
-        weight_VW = table_VW if head.weight is None else head.weight
+        weight_VW: Any = table_VW if head.weight is None else head.weight
         # matrix units need whole lines of memory
         padded = Weights(self.copies.copy_of(weight_VW, self.dtype, multiple=64).values_MK)
         normed = self.add_norm(stream, norm)[1]

@@ -160,7 +160,7 @@ def _of_one_row(
     block = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     # The first weights are fetched before the wait.
-    w, value_w = _weights(w_ptr, first + block, N, K, INT8, ACT, BLOCK_K)
+    w, value_w = _weights(w_ptr, first + block, N, K, INT8, ACT, BLOCK_K)  # pyright: ignore[reportGeneralTypeIssues]
     _wait(EARLY)
     if NORMED:
         h = _normed(

@@ -110,9 +110,10 @@ def peers(case: str, rows: int) -> list[dict[str, Any]]:
     config, vocab = shape(case)
     if case == "record-60m":
         return []  # no other program loads it
+    model: Any
     with torch.device("cuda"):
         if config.family == "gpt2":
-            size = {"n_layer": config.layers, "n_embd": config.width, "n_head": config.heads}
+            size: dict[str, Any] = {"n_layer": config.layers, "n_embd": config.width, "n_head": config.heads}
             model = GPT2LMHeadModel(GPT2Config(**size, vocab_size=vocab)).to(torch.bfloat16)
         else:
             size = {"hidden_size": config.width, "intermediate_size": config.mlp_width}

@@ -29,7 +29,7 @@ def mixed(
     operations, decoding = Operations(how), None
     if cache is not None:
         steps_T = torch.arange(position, position + x_BTW.shape[1], device=x_BTW.device)
-        decoding = Decoding(steps_T.expand(x_BTW.shape[:2]), fresh=position == 0, filled=None)
+        decoding = Decoding(steps_T.expand(x_BTW.shape[:2]), fresh=position == 0, filled=None, reach=None)
     elif how.kernels == "triton":
         from flatout.model.kernel_operations import KernelOperations
 

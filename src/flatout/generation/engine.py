@@ -31,7 +31,6 @@ from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.host import host_memory
 from flatout.model.cache import Cache, LayerCache
 from flatout.model.gpt import GPT
-from flatout.model.narrow import NarrowWeights
 from flatout.model.operations import product_type
 from flatout.model.protocol import LanguageModel
 
@@ -125,7 +124,7 @@ class Engine:
     def close(self) -> None:
         """Puts the model's mode back and frees what was made for decoding."""
         self.graphs.clear()
-        self.model.copies = NarrowWeights()
+        self.model.copies.keep_only(())
         self.model.train(self.was_training)
 
     def add(self, request: TextRequest) -> TextRequest:

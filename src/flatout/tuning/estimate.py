@@ -38,6 +38,7 @@ from flatout.engine.state import Progress, capture
 from flatout.errors import ConfigError, DataError, ResourceError, many
 from flatout.files import disk_errors
 from flatout.generation.engine import generate_tokens
+from flatout.generation.sampling import Sampling
 from flatout.model.count import LayerRow, parameter_count, table_count
 from flatout.resolve.checks import check_memory
 from flatout.resolve.fit_check import out_of_memory
@@ -538,7 +539,8 @@ def _time_sample(run: Run, seconds: float) -> Figure:
         return Figure(0.0, "counted", "eval.sample_tokens is 0")
     prompt = run.data.val.read(0, 1).tolist() if run.plan.base is None else run.data.prompt(run.plan.eval.sample_prompt)
     taken, began, cut = 0, time.perf_counter(), False
-    how = {"vocab": run.data.tokenizer.vocab, "stops": run.data.stops}
+    sampling = Sampling(temperature=run.plan.eval.sample_temperature)
+    how = {"vocab": run.data.tokenizer.vocab, "stops": run.data.stops, "sampling": sampling}
     with run.scope(), out_of_memory():
         for _ in generate_tokens(run.model, prompt[-run.plan.model.context :], count=wanted, **how):
             taken += 1

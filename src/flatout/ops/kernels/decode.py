@@ -551,7 +551,7 @@ def _parts(programs: int, places: int, device: torch.device) -> int:
 
 
 @triton.jit
-def _advance(
+def _advance_states(
     both_ptr, state_ptr, decay_ptr, detuning_ptr, angle_ptr, out_ptr, states, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -586,7 +586,7 @@ def advance(both_RC: Tensor, state_RC: Tensor, decay_K: Tensor, detuning_K: Tens
     rows, states = len(both_RC), decay_K.numel()
     out_RC = torch.empty(rows, 2 * states, dtype=torch.float32, device=both_RC.device)
     early = starts_early(both_RC.device)
-    _advance[(rows, triton.cdiv(states, 256))](
+    _advance_states[(rows, triton.cdiv(states, 256))](
         both_RC, state_RC, decay_K, detuning_K, angle_K, out_RC, states, BLOCK=256, EARLY=early, num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

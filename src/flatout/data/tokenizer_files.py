@@ -53,7 +53,7 @@ from flatout.files import parse_json, read_bounded
 TOKENIZER = "tokenizer.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 def read_model_tokenizer(folder: str | Path) -> ModelTokenizer:
@@ -141,7 +141,7 @@ def _with_added_tokens(content: dict[str, Any], config: dict[str, Any], special:
         if known.get(text, int(number)) != int(number):
             raise ValueError(f"{text!r} has id {known[text]} in {TOKENIZER} and {number} in {CONFIG}")
         if text not in present:
-            flags = {name: bool(entry.get(name, usual)) for name, usual in _FLAGS.items()}
+            flags = {name: bool(entry.get(name, usual)) for name, usual in FLAGS.items()}
             added.append({"id": int(number), "content": text, **flags})
             known[text] = int(number)
             present.add(text)
@@ -151,7 +151,7 @@ def _with_added_tokens(content: dict[str, Any], config: dict[str, Any], special:
     texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in more]
     for text in (*special.values(), *texts):
         if isinstance(text, str) and text in known and text not in present:
-            added.append({"id": known[text], "content": text, **_FLAGS})
+            added.append({"id": known[text], "content": text, **FLAGS})
             present.add(text)
     return {**content, "added_tokens": sorted(added, key=lambda entry: entry["id"])}
 

@@ -1,0 +1,74 @@
+"""llama.cpp itself, in a child process: log-probabilities of the next token after every beginning of some ids.
+
+`python -m flatout.model.llama_cpp` reads a JSON request and answers in JSON. It is a process of its own because
+llama.cpp aborts on a file that it does not like, prints as it likes and keeps threads. Keys and values are cached in
+F32.
+
+Trap: the server does not report a token whose bytes end within a character. So each answer is one token that a bias
+makes certain; probabilities are those before the bias.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import CheckpointError
+
+_PATIENCE = 1800.0  # seconds
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("xllamacpp") is not None
+
+
+def log_probabilities(
+    path: Path, ids: Sequence[int], *, plain: int, most: int, greedy: int = 0
+) -> list[dict[int, float]]:
+    """After each beginning of `ids`, the `most` likeliest tokens with their log-probabilities.
+
+    `greedy`: goes on with as many likeliest tokens. `plain` is a token of whole characters.
+    """
+    request = {"path": str(path), "ids": list(ids), "plain": plain, "most": most, "greedy": greedy}
+    command = [sys.executable, "-m", "flatout.model.llama_cpp"]
+    env = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # its threads would spin between tokens
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request), env=env, capture_output=True, text=True, timeout=_PATIENCE, check=True
+        )
+        return [{int(token): value for token, value in one} for one in json.loads(done.stdout.splitlines()[-1])]
+    except (subprocess.SubprocessError, IndexError, ValueError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise CheckpointError(
+            f"llama.cpp cannot run {path}: {said[-1] if said else error!r:.300}", "report it with the model's settings"
+        ) from error
+
+
+def _answer(request: dict[str, Any]) -> list[list[tuple[int, float]]]:
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = request["path"]
+    params.n_ctx = len(request["ids"]) + request["greedy"] + 8
+    params.n_parallel, params.warmup, params.verbosity, params.fit_params = 1, False, 0, False
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.n_gpu_layers = 0
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to fp16
+    server = xllamacpp.Server(params)
+    asked = {"n_predict": 1, "n_probs": request["most"], "cache_prompt": True, "logit_bias": [[request["plain"], 1e4]]}
+    found: list[list[tuple[int, float]]] = []
+    ids: list[int] = []
+    for place in range(len(request["ids"]) + request["greedy"]):
+        ids.append(request["ids"][place] if place < len(request["ids"]) else found[-1][0][0])
+        answer = server.handle_completions({**asked, "prompt": ids})
+        likeliest = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        found.append([(one["id"], one["logprob"]) for one in likeliest])
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answer(json.load(sys.stdin))))

@@ -37,6 +37,8 @@ from flatout.front.models import (
     LoadedModel as LoadedModel,
     evaluate as evaluate,
     Evaluation as Evaluation,
+)
+from flatout.front.exporting import (
     export as export,
     merge as merge,
     Merged as Merged,

@@ -54,7 +54,7 @@ class StoredTensor:
     bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GgufFile:
     path: Path
     values: Mapping[str, Any]  # numbers, texts, lists of texts, and arrays of numbers

@@ -9,6 +9,8 @@ Trap: llama.cpp does not normalise text. Qwen's tokenizer does (NFC), so text th
 there. It needs merges, which bytes have not: a pair that can never meet stands for them (`_NO_MERGES`).
 """
 
+import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,7 @@ from flatout.data.library_tokenizers import GPT2_REGEX, GPT4_REGEX, ModelTokeniz
 from flatout.data.tokenizer import Tokenizer
 from flatout.data.tokenizer_files import FLAGS, GENERATION, OWN, TOKENIZER, portable
 from flatout.errors import DataError
+from flatout.files import parse_json
 from flatout.gguf_file import GgufFile, read_gguf
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -131,7 +134,10 @@ def _words(part: Any, inside: str = "pretokenizers") -> tuple[Any, ...]:
 
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-_SPACES: Mapping[bool, dict[str, Any]] = {True: {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}, False: _REPLACE}
+_SPACES: Mapping[bool, dict[str, Any]] = {
+    True: {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]},
+    False: _REPLACE,
+}
 
 
 def _pieces(content: Mapping[str, Any], merges: Sequence[tuple[str, ...]]) -> dict[str, Any]:
@@ -171,7 +177,11 @@ def _is_byte(text: str) -> bool:
 
 def gguf_files(path: Path) -> dict[str, bytes]:
     """The files that a Hugging Face folder of this model would have beside its weights."""
-    gguf = read_gguf(path)
+    return _files(read_gguf(path))
+
+
+@functools.lru_cache(maxsize=1)
+def _files(gguf: GgufFile) -> dict[str, bytes]:
     values = {key.removeprefix("tokenizer.ggml."): value for key, value in gguf.values.items()}
     tokens, types = gguf.texts("tokenizer.ggml.tokens"), values.get("token_type")
     kinds = [_NORMAL] * len(tokens) if types is None else getattr(types, "tolist", list)()
@@ -194,7 +204,8 @@ def gguf_files(path: Path) -> dict[str, bytes]:
     if templates := _templates(gguf):
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     if isinstance(own := gguf.values.get(OWN), str):
-        config[OWN] = json.loads(own)
+        with contextlib.suppress(ValueError):  # then it is the tokenizer of others
+            config[OWN] = parse_json(own)
     stops = [values.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     generation = {"eos_token_id": list(dict.fromkeys(stop for stop in stops if isinstance(stop, int)))}
     files = {TOKENIZER: content, CONFIG: config, GENERATION: generation}

@@ -187,18 +187,24 @@ _ALL = (
     Command(
         "export",
         verbs_models.export,
-        "write a trained model as a Hugging Face folder, its adapters inside the weights",
+        "write a trained model for other programs: a Hugging Face folder or GGUF, its adapters inside the weights",
         (
-            word("run", "a run, checkpoint or adapter folder"),
-            word("folder", "new folder to write"),
+            word("run", "a run, checkpoint or adapter folder, or a GGUF file"),
+            word("folder", "new folder to write", nargs="?"),
             LAST,
             BASE,
-            choice("--dtype", ("fp32", "bf16", "fp16"), "default: fp32, but bf16 where adapters are merged"),
+            choice(
+                "--format", ("huggingface", "gguf"), "gguf: for llama.cpp, Ollama, LM Studio", default="huggingface"
+            ),
+            choice("--dtype", ("fp32", "bf16", "fp16", "q8_0"), "default: fp32, but bf16 where adapters are merged"),
             flag("--adapter", "adapters alone, as PEFT's folder; default: inside the weights"),
+            option("--check", "FOLDER", "write nothing: check a folder written before against the run"),
+            option("--push", "NAME", "send the folder to the Hugging Face Hub, as the repository org/name"),
             JSON,
         ),
-        "Write a trained model as a folder for Hugging Face tools, with its tokenizer. Adapters are written into the "
-        "weights, and what the rounding left of their update is printed.",
+        "Write a trained model as a folder for Hugging Face tools, or for llama.cpp with --format gguf, with its "
+        "tokenizer. Adapters are written into the weights, and what the rounding left of their update is printed. "
+        "Before the folder appears, its files are loaded again and compared with the model on a held text.",
     ),
     # --- before a run -------------------------------------------------------------------------------------------------
     Command(

@@ -283,7 +283,7 @@ def file_values(config: ModelConfig, kind: str, vocab: int) -> dict[str, Any]:
     if name == "qwen2" and config.queries != config.width:
         raise CheckpointError(
             f"llama.cpp has no qwen2 with model.head_size={config.size}",
-            f"one that is trained with model.head_size=null and model.heads a divisor of {config.width} can be exported",
+            f"one with model.head_size=null, and model.heads a divisor of {config.width}, can be exported",
         )
     if name != "llama" and config.rope_scaling == "llama3":
         raise CheckpointError(

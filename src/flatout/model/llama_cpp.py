@@ -8,7 +8,6 @@ Trap: the server does not report a token whose bytes end within a character. So 
 makes certain; probabilities are those before the bias.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -22,25 +21,23 @@ from flatout.errors import CheckpointError
 _PATIENCE = 1800.0  # seconds
 
 
-def is_installed() -> bool:
-    return importlib.util.find_spec("xllamacpp") is not None
-
-
 def log_probabilities(
-    path: Path, ids: Sequence[int], *, plain: int, most: int, greedy: int = 0
-) -> list[dict[int, float]]:
+    path: Path, ids: Sequence[int], *, plain: int, most: int, greedy: int = 0, text: str | None = None
+) -> tuple[list[dict[int, float]], int | None]:
     """After each beginning of `ids`, the `most` likeliest tokens with their log-probabilities.
 
-    `greedy`: goes on with as many likeliest tokens. `plain` is a token of whole characters.
+    `greedy`: goes on with as many likeliest tokens. `text`: asks for what comes after it, too, and returns the number
+    of its tokens. `plain` is a token of whole characters.
     """
-    request = {"path": str(path), "ids": list(ids), "plain": plain, "most": most, "greedy": greedy}
+    request = {"path": str(path), "ids": list(ids), "plain": plain, "most": most, "greedy": greedy, "text": text}
     command = [sys.executable, "-m", "flatout.model.llama_cpp"]
     env = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # its threads would spin between tokens
     try:
         done = subprocess.run(
             command, input=json.dumps(request), env=env, capture_output=True, text=True, timeout=_PATIENCE, check=True
         )
-        return [{int(token): value for token, value in one} for one in json.loads(done.stdout.splitlines()[-1])]
+        found, count = json.loads(done.stdout.splitlines()[-1])
+        return [dict(one) for one in found], count
     except (subprocess.SubprocessError, IndexError, ValueError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise CheckpointError(
@@ -48,12 +45,12 @@ def log_probabilities(
         ) from error
 
 
-def _answer(request: dict[str, Any]) -> list[list[tuple[int, float]]]:
+def _answer(request: dict[str, Any]) -> tuple[list[list[tuple[int, float]]], int | None]:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = request["path"]
-    params.n_ctx = len(request["ids"]) + request["greedy"] + 8
+    params.n_ctx = 2 * (len(request["ids"]) + request["greedy"]) + 256
     params.n_parallel, params.warmup, params.verbosity, params.fit_params = 1, False, 0, False
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.n_gpu_layers = 0
@@ -61,13 +58,18 @@ def _answer(request: dict[str, Any]) -> list[list[tuple[int, float]]]:
     server = xllamacpp.Server(params)
     asked = {"n_predict": 1, "n_probs": request["most"], "cache_prompt": True, "logit_bias": [[request["plain"], 1e4]]}
     found: list[list[tuple[int, float]]] = []
+
+    def ask(prompt: list[int] | str) -> int:
+        answer = server.handle_completions({**asked, "prompt": prompt})
+        likeliest = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        found.append([(one["id"], one["logprob"]) for one in likeliest])
+        return answer["usage"]["prompt_tokens"]
+
     ids: list[int] = []
     for place in range(len(request["ids"]) + request["greedy"]):
         ids.append(request["ids"][place] if place < len(request["ids"]) else found[-1][0][0])
-        answer = server.handle_completions({**asked, "prompt": ids})
-        likeliest = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        found.append([(one["id"], one["logprob"]) for one in likeliest])
-    return found
+        ask(ids)
+    return found, None if request["text"] is None else ask(request["text"])
 
 
 if __name__ == "__main__":

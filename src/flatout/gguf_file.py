@@ -61,6 +61,11 @@ class GgufFile:
     tensors: Mapping[str, StoredTensor]
     raw: mmap.mmap
 
+    @functools.cached_property
+    def single(self) -> dict[str, Any]:
+        """The values that are numbers or texts."""
+        return {key: value for key, value in self.values.items() if isinstance(value, int | float | str)}
+
     def text(self, key: str, usual: str | None = None) -> str:
         value = self.values.get(key, usual)
         if not isinstance(value, str):

@@ -52,7 +52,7 @@ from flatout.data.chat_template import (
     read_templates,
     template_from_json,
 )
-from flatout.data.gguf_tokenizer import gguf_files
+from flatout.data.gguf_files import gguf_files
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.tokenizer import Tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import (

@@ -30,6 +30,7 @@ from typing import Any, cast, final
 
 from flatout.confined import Child, Exceeded
 from flatout.corpus.document import shown
+from flatout.data.gguf_files import gguf_files
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.errors import DataError
 from flatout.files import leads_outside, parse_json, read_bounded
@@ -373,18 +374,12 @@ def _named(value: object, path: Path) -> dict[str, str]:
 
 def is_there(path: Path) -> bool:
     """Whether a model's folder has a file. A GGUF file in a folder's place has those that its metadata makes."""
-    return path.name in _in_gguf(path.parent) if is_gguf(path.parent) else os.path.isfile(path)
+    return path.name in gguf_files(path.parent) if is_gguf(path.parent) else os.path.isfile(path)
 
 
 def file_bytes(path: Path) -> bytes:
     """The content of a file that is there."""
-    return _in_gguf(path.parent)[path.name] if is_gguf(path.parent) else read_bounded(path)
-
-
-def _in_gguf(path: Path) -> dict[str, bytes]:
-    from flatout.data.gguf_tokenizer import gguf_files  # which needs this module
-
-    return gguf_files(path)
+    return gguf_files(path.parent)[path.name] if is_gguf(path.parent) else read_bounded(path)
 
 
 def object_if_there(path: Path) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from flatout.checkpoints.base_and_adapter import IN_4_BITS, files_beside, who_lo
 from flatout.checkpoints.checkpoint import read_checkpoint, read_verdict, write_plain
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint
 from flatout.config.yaml_loader import format_value
-from flatout.data.gguf_tokenizer import tokenizer_values
-from flatout.data.modelfile import modelfile
+from flatout.data.gguf_tokenizer import modelfile, tokenizer_values
 from flatout.errors import CheckpointError, UsageError, quoted
 from flatout.files import canonical_json, disk_errors, write_new
 from flatout.front.models import LoadedModel, load_model, template_of
@@ -366,7 +365,9 @@ def _recipe(config: Any) -> list[str]:
     lines: list[str] = []
     for section in _RECIPE:
         values = getattr(config, section)
-        usual = {name: field.get_default(call_default_factory=True) for name, field in type(values).model_fields.items()}
+        usual = {
+            name: field.get_default(call_default_factory=True) for name, field in type(values).model_fields.items()
+        }
         changed = {name: value for name, value in values if value != usual[name] and name != "init_from"}
         lines += [f"{section}:"] * bool(changed)
         lines += [f"  {name}: {format_value(value)}" for name, value in changed.items()]

@@ -48,7 +48,7 @@ class Held:
 
 def held_text(loaded: LoadedModel) -> Held:
     """The model on the held text. Where its tokenizer does not know the text, on any ids."""
-    tokenizer, most = loaded.tokenizer, min(TOKENS, loaded.model.config.context)
+    tokenizer, most = loaded.tokenizer, max(1, min(TOKENS, loaded.model.config.context - 1))  # llama.cpp wants room
     try:
         encode = tokenizer.encode_prompt if isinstance(tokenizer, ModelTokenizer) else tokenizer.encode
         ids, plain = encode(_TEXT).tolist(), int(tokenizer.encode("a")[-1])

@@ -52,10 +52,10 @@ _LLAMA = {
     **{f"layers.*.mlp.{x}_proj": f"blk.*.ffn_{x}" for x in ("gate", "up", "down")},
 }
 _NAMES = {**_GPT2, **_LLAMA, "lm_head": "output"}
-_BACK = {kind: {ours: theirs for theirs, ours in {**table, "lm_head": "output"}.items()} for kind, table in
-         (("gpt2", _GPT2), ("llama", _LLAMA))}  # fmt: skip
+_BACK = {ours: theirs for theirs, ours in _LLAMA.items()} | {"output": "lm_head"}
+_BACK_GPT2 = {ours: theirs for theirs, ours in _GPT2.items()} | {"output": "lm_head"}
 _NUMBER = re.compile(r"\b\d+\b")
-_ROTARY_VALUES = 2**26  # of a table for a context that only a file promises: 256 MB
+_ROTARY_VALUES = 2**24  # positions times channels, of a context that only a number in a file promises
 _AT_ONCE = 2**22  # values that are decoded at once
 _QUANTISED = "use a file of this model in F16 or Q8_0, made from one that transformers has"
 
@@ -85,29 +85,31 @@ def config_values(gguf: GgufFile) -> dict[str, Any]:
         raise gguf.refuse(
             f"it holds a model of architecture {shorten(kind)}", f"use one of {', '.join(dict.fromkeys(ARCHITECTURES))}"
         )
-    values = {key.removeprefix(f"{kind}."): value for key, value in gguf.values.items() if key.startswith(f"{kind}.")}
+    values = {key.removeprefix(f"{kind}."): value for key, value in gguf.single.items() if key.startswith(f"{kind}.")}
     if values.get("expert_count") or values.get("attention.scale"):
         raise gguf.refuse("it has experts, or a scale of its own in attention, which is not supported", _QUANTISED)
     table = gguf.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise gguf.refuse("it has no table of embeddings (token_embd.weight)")
-    eos, *more = [gguf.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids = [gguf.single.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")]
     found: dict[str, Any] = {
         "model_type": kind,
         "vocab_size": table.shape[0],
-        "bos_token_id": gguf.values.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(stop for stop in (eos, *more) if stop is not None)),
+        "bos_token_id": ids[0],
+        "eos_token_id": list(dict.fromkeys(stop for stop in ids[1:] if stop is not None)),
         "torch_dtype": "float32",
     }
     wide, heads = values.get("embedding_length"), values.get("attention.head_count")
     if kind == "gpt2":
-        names = {"n_embd": wide, "n_head": heads, "n_layer": values.get("block_count")}
         hidden = values.get("feed_forward_length")
-        return found | names | {
+        return found | {
+            "n_embd": wide,
+            "n_head": heads,
+            "n_layer": values.get("block_count"),
             "n_positions": values.get("context_length"),
             "layer_norm_epsilon": values.get("attention.layer_norm_epsilon", 1e-5),
             "n_inner": None if isinstance(wide, int) and hidden in (None, 4 * wide) else hidden,
-        }  # fmt: skip
+        }
     size = values.get("attention.key_length")
     if size is None and isinstance(wide, int) and isinstance(heads, int) and heads:
         size = wide // heads
@@ -186,9 +188,8 @@ class GgufWeights:
     def __init__(self, gguf: GgufFile) -> None:
         self.gguf, kind = gguf, gguf.text("general.architecture")
         self.turned = kind == "llama"
-        names = _BACK["gpt2" if kind == "gpt2" else "llama"]
-        skipped = {ROPE_FREQS}
-        self._names = {_renamed(name, names) or name: name for name in gguf.tensors if name not in skipped}
+        names = _BACK_GPT2 if kind == "gpt2" else _BACK
+        self._names = {_renamed(name, names) or name: name for name in gguf.tensors if name != ROPE_FREQS}
 
     def keys(self) -> list[str]:
         return list(self._names)
@@ -199,7 +200,7 @@ class GgufWeights:
 
     def get_tensor(self, name: str) -> Tensor:
         x = _decoded(self.gguf, self._names[name])
-        heads, groups = (self.gguf.values.get(f"llama.attention.head_count{x}") for x in ("", "_kv"))
+        heads, groups = (self.gguf.single.get(f"llama.attention.head_count{x}") for x in ("", "_kv"))
         if self.turned and (count := head_count(name, heads, groups)):
             return turned(x, count, back=True)
         return x.T if is_transposed(name) else x

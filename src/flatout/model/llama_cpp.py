@@ -1,6 +1,6 @@
 """llama.cpp itself, in a child process: log-probabilities of the next token after every beginning of some ids.
 
-`python -m flatout.model.llama_cpp` reads a JSON request and answers in JSON. It is a process of its own because
+This file is also the child's program: it reads a request and answers in JSON. It is a process of its own because
 llama.cpp aborts on a file that it does not like, prints as it likes and keeps threads. Keys and values are cached in
 F32.
 
@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import CheckpointError
-
 _PATIENCE = 1800.0  # seconds
 
 
@@ -29,8 +27,10 @@ def log_probabilities(
     `greedy`: goes on with as many likeliest tokens. `text`: asks for what comes after it, too, and returns the number
     of its tokens. `plain` is a token of whole characters.
     """
+    from flatout.errors import CheckpointError  # here: the child may not find the package
+
     request = {"path": str(path), "ids": list(ids), "plain": plain, "most": most, "greedy": greedy, "text": text}
-    command = [sys.executable, "-m", "flatout.model.llama_cpp"]
+    command = [sys.executable, "-P", __file__]
     env = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # its threads would spin between tokens
     try:
         done = subprocess.run(
@@ -61,6 +61,8 @@ def _answer(request: dict[str, Any]) -> tuple[list[list[tuple[int, float]]], int
 
     def ask(prompt: list[int] | str) -> int:
         answer = server.handle_completions({**asked, "prompt": prompt})
+        if "choices" not in answer:
+            raise RuntimeError(str(answer))
         likeliest = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         found.append([(one["id"], one["logprob"]) for one in likeliest])
         return answer["usage"]["prompt_tokens"]

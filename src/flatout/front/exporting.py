@@ -287,7 +287,7 @@ def check_export(folder: str | Path, model: LoadedModel | str | Path | None) -> 
             f"{folder} has no {SEAL} that names the weights it was written from",
             "name a folder that this version's `flatout export` wrote",
         )
-    facts = check_seal(folder)
+    facts = check_seal(folder, cards=True)
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
     _check_writable(loaded)
     held = held_text(loaded)

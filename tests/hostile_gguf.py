@@ -78,6 +78,9 @@ _HIDDEN = [byte for byte in range(256) if byte not in _SEEN]
 LETTERS_OF_BYTES = [chr(byte) if byte in _SEEN else chr(256 + _HIDDEN.index(byte)) for byte in range(256)]
 
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
 def small_model(seed: int = 0, **more: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Metadata and tensors of a Llama of one block."""
     width, hidden, vocab, chance = 16, 24, 258, np.random.default_rng(seed)
@@ -97,7 +100,7 @@ def small_model(seed: int = 0, **more: Any) -> tuple[dict[str, Any], dict[str, n
         "tokenizer.ggml.token_type": [1] * 257 + [3],
         "tokenizer.ggml.merges": ["t h"],
         "tokenizer.ggml.eos_token_id": 257,
-        "tokenizer.chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+        "tokenizer.chat_template": TEMPLATE,
     }
     shapes = {
         "token_embd.weight": (vocab, width),

@@ -32,7 +32,7 @@ class StandIn(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: StandIn
+    server: StandIn  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
             return {"success": True, "commitOid": "a" * 40, "commitUrl": f"{here}/org/name/commit/{'a' * 40}"}
         return {"id": "org/name", "sha": "0" * 40, "siblings": [], "tags": [], "private": True}
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         pass
 
 

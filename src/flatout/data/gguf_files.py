@@ -118,7 +118,7 @@ def _of_bytes(gguf: GgufFile, tokens: list[str]) -> dict[str, Any]:
 
 
 def _of_pieces(gguf: GgufFile, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
-    scores = gguf.values.get("tokenizer.ggml.scores")
+    scores: Any = gguf.values.get("tokenizer.ggml.scores")
     kind = getattr(getattr(scores, "dtype", None), "kind", None)
     if kind not in ("f", "i") or len(scores) < len(tokens) or max(map(len, tokens), default=0) > _LONGEST_PIECE:
         raise gguf.refuse(f"its pieces have no scores, or one is longer than {_LONGEST_PIECE:,} characters")

@@ -35,7 +35,9 @@ RUNS = word("runs", "a run folder, or a name under runs/; default: the newest ru
 BASE = option("--base", "MODEL", "the model under adapters, where it is not where they say")
 LAST = flag("--last", "use the newest checkpoint instead of the best")
 MODEL = (
-    word("run", "a run, checkpoint, Hugging Face or adapter folder; default: the newest run", nargs="?"),
+    word(
+        "run", "a run, checkpoint, Hugging Face or adapter folder, or a GGUF file; default: the newest run", nargs="?"
+    ),
     BASE,
     LAST,
     Option(("--device",), {"default": "auto", "help": "auto, cpu, mps, cuda or cuda:N"}),
@@ -161,7 +163,7 @@ _ALL = (
             Option(("--system",), {"help": "what the conversation begins with, for models that take it"}),
             *_sampling(500, 0.7, 0.95),
         ),
-        "Talk to a chat model: a fine-tuned run, or a Hugging Face folder.",
+        "Talk to a chat model: a fine-tuned run, a Hugging Face folder or a GGUF file.",
         text="--message",
     ),
     Command(

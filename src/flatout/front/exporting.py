@@ -75,12 +75,15 @@ def export(
     if adapted and adapter:
         _write_adapter(loaded, target, notice)
     elif adapted:
-        kept = _write_merged(loaded, target, dtype or MERGED_DTYPE, notice, format)
+        more: list[str] = []
+        kept = _write_merged(loaded, target, dtype or MERGED_DTYPE, more.append, format)
         notice(f"the adapters are merged into the weights, in {dtype or MERGED_DTYPE}; --dtype fp32 rounds nothing")
         notice(
             f"the update is {kept.relative_update:.2%} of the weights it changes; {kept.kept:.1%} of it survived the "
             f"rounding, {kept.unchanged:.1%} of those weights are as before"
         )
+        for line in more:
+            notice(line)
     else:
         _write_model(loaded, target, dtype or "fp32", notice, format)
     return target

@@ -8,6 +8,7 @@ Trap: the server does not report a token whose bytes end within a character. So 
 makes certain; probabilities are those before the bias.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -46,8 +47,7 @@ def log_probabilities(
 
 
 def _answer(request: dict[str, Any]) -> tuple[list[list[tuple[int, float]]], int | None]:
-    import xllamacpp
-
+    xllamacpp: Any = importlib.import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = request["path"]
     params.n_ctx = 2 * (len(request["ids"]) + request["greedy"]) + 256

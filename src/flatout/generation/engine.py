@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.device import Device, cpu_threads
@@ -106,7 +107,8 @@ class Engine:
             self.rules = Rules.room(rows, self.device, (vocab or model.vocab) if penalties else None)
             wide = product_type(model.embedding.weight) == model.embedding.weight.dtype == torch.float32
         self.cache.kernels = kernels
-        whole = all(type(weight) is nn.Parameter for weight in model.parameters())  # neither sharded nor in 4 bits
+        # neither sharded nor in 4 or 8 bits
+        whole = all(type(weight) is nn.Parameter for weight in model.parameters()) and model.head.int8 is None
         self.cache.arrays = {} if self.device.type == "cpu" and wide and whole else None
         size = sum(weight.numel() for weight in model.parameters())
         self.threads = 1 if self.device.type == "cpu" and size < SMALL else None  # of torch; None: as they are
@@ -254,7 +256,7 @@ class Engine:
             rows = self.rows
         elif self.kernels:
             rows = min(self.rows, 1 << (count - 1).bit_length())
-        if self.kernels:
+        if self.kernels and self.device.type == "cuda":
             if rows not in self.graphs:
                 self.graphs[rows] = self._recorded(rows)
             replay, logits_BV = self.graphs[rows]
@@ -310,8 +312,10 @@ class Engine:
             request.sent += 1
         found = [tokens_B]
         if any(request.logprobs is not None for request in requests):
-            log_BV = torch.log_softmax(logits_BV.float(), dim=-1)
-            likeliest = log_BV.topk(min(MOST_LOGPROBS, log_BV.shape[1]), dim=-1)
+            # Whole lines of memory: else torch's order of additions depends on a row's number.
+            vocab = logits_BV.shape[1]
+            log_BV = torch.log_softmax(F.pad(logits_BV.float(), (0, -vocab % 64), value=-torch.inf), dim=-1)
+            likeliest = log_BV.topk(min(MOST_LOGPROBS, vocab), dim=-1)
             found += [log_BV.gather(1, tokens_B.clamp(min=0)[:, None]), *likeliest]
         if self.device.type != "cuda":
             self.results.append(_Result([x.clone() for x in found], requests, None))

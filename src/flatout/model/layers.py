@@ -17,6 +17,7 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.cache import LayerCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
+from flatout.model.int8 import Int8Linear
 from flatout.model.narrow import input_slot
 from flatout.model.operations import Branch, Gates, Mix, Operations, Own, RMSNorm, Shared, Stream, build_norm
 from flatout.ops.attention import causal_attention
@@ -76,6 +77,7 @@ class Head(nn.Module):
         super().__init__()
         self.cap = config.logit_cap or 0.0
         self.weight = None if config.tied else nn.Parameter(torch.empty(vocab, config.width))
+        self.int8: Int8Linear | None = None  # takes the weight's place, for inference
 
     def forward(
         self,
@@ -87,6 +89,7 @@ class Head(nn.Module):
     ) -> Tensor:
         """The summed loss; without targets the logits [B, T, V] in at least fp32."""
         weight_VW = table_VW if self.weight is None else self.weight
+        weight_VW = weight_VW if self.int8 is None else self.int8.widened()
         assert weight_VW is not None, "a tied head needs the embedding's table"
         if targets_BT is None:
             return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap)

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatout.model.operations import product_type
+
 
 class Int8Linear(nn.Linear):
     """A linear layer for inference, whose weight is in whole numbers of 8 bits, each output's with a scale."""
@@ -22,4 +24,6 @@ class Int8Linear(nn.Linear):
         return self.weight * self.scale_N[:, None]
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return F.linear(x, self.widened().to(x.dtype), self.bias)
+        dtype = product_type(x)  # which holds whole numbers of 8 bits exactly: scales come after the product
+        y = (F.linear(x.to(dtype), self.weight.to(dtype)) * self.scale_N).to(dtype)
+        return y if self.bias is None else y + self.bias.to(dtype)

@@ -647,7 +647,7 @@ def attend(
 
 def _parts(programs: int, places: int, device: torch.device) -> int:
     """Parts of the cache, of 64 places at least: enough to fill the device, more of a long one."""
-    wanted, room = max(1, 4 * multiprocessors(device) // programs), int(triton.next_power_of_2(places))
+    wanted, room = max(1, 8 * multiprocessors(device) // programs), int(triton.next_power_of_2(places))
     return max(1, min(1 << (wanted.bit_length() - 1), max(8, room // 128), room // 64))
 
 

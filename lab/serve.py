@@ -8,11 +8,12 @@ Shakespeare as its prompt and asks for the same 32 to 512 tokens, drawn at tempe
 Clients of the official `openai` package, spread over processes, ask again as soon as they have an answer.
 
 `engine`: the engine alone, in a process, with tokens for prompts; as many requests wait or live as there are clients.
-`whole`, `stream`: `flatout serve`, without and with streaming, `--seconds` each. Rates count the requests that end in
-the time after the first tenth, `share` is the rate by that of the engine. `first` are seconds to the first token, the
-middle and the 99th of 100, of requests that began in that time; `events` are those between the first and the last of a
-stream, by its seconds, the middle and the most. `memory` is that of the server and of the process that decodes, in MiB, at both ends.
-`killed`: the clients' processes are killed in mid-stream; `freed` is the time until no text is open.
+`whole`, `stream`: `flatout serve`, without and with streaming, `--seconds` each. Rates count the requests that end
+after the first tenth of the time, and `share` is the rate by that of the engine. `first` are seconds to the first
+token, the middle and the 99th of 100, of requests that began in that time; `events` are those between the first and
+the last of a stream, by its seconds, the middle and the most. `memory` is that of the server and of the process that
+decodes, in MiB, at both ends. `killed`: the clients' processes are killed in mid-stream, and `freed` is the time until
+no text is open.
 """
 
 import argparse
@@ -30,11 +31,19 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).parents[1] / "src"
 TEXT = (SOURCE / "flatout/data/bundled/tiny_shakespeare.txt").read_text()
-Answer = tuple[float, float, float, int, int]  # asked, first event and end, as times; tokens and events; no tokens: error
+MODEL = "step-00000000"
+
+
+class Answer(NamedTuple):
+    began: float
+    first: float  # event
+    ended: float
+    tokens: int  # 0: an error
+    events: int
 
 
 def request(number: int, longest: int) -> tuple[str, int]:
@@ -59,7 +68,7 @@ def write_model(folder: Path, tiny: bool) -> None:
 
 
 def rate(answers: list[Answer], begin: float, end: float) -> dict[str, Any]:
-    ended = [answer[3] for answer in answers if begin <= answer[2] < end]
+    ended = [answer.tokens for answer in answers if begin <= answer.ended < end]
     return {"tokens_per_second": round(sum(ended) / (end - begin)), "requests": len(ended)}
 
 
@@ -88,7 +97,7 @@ def engine_alone(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     while (now := time.monotonic()) < begin + seconds:
         engine.step()
         if done := [pair for pair in open_ if pair[1].ended]:
-            answers += [(began, now, now, len(request.made), 1) for began, request in done]
+            answers += [Answer(began, now, now, len(request.made), 1) for began, request in done]
             open_ = [pair for pair in open_ if not pair[1].ended] + [add() for _ in done]
     name = torch.cuda.get_device_name() if loaded.device.kind == "cuda" else "cpu"
     about = {"torch": torch.__version__, "device": name, "weights": loaded.weights}
@@ -115,10 +124,10 @@ def drive(url: str, numbers: range, longest: int, until: float, stream: bool) ->
                 made = 0 if answer.usage is None else answer.usage.completion_tokens
             if made != count:
                 raise ValueError(f"{made} tokens instead of {count}")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # any of the package and of its transport
             print(f"request {number}: {error!r:.200}", file=sys.stderr)
             made = 0
-        return began, first, time.monotonic(), made, events
+        return Answer(began, first, time.monotonic(), made, events)
 
     async def again(client: openai.AsyncOpenAI, own: Iterator[int], answers: list[Answer]) -> None:
         while time.monotonic() < until:
@@ -131,9 +140,6 @@ def drive(url: str, numbers: range, longest: int, until: float, stream: bool) ->
         return answers
 
     return asyncio.run(everybody())
-
-
-MODEL = "step-00000000"
 
 
 class Server:
@@ -169,15 +175,16 @@ def load(server: Server, asked: argparse.Namespace, alone: float, stream: bool) 
         before = server.memory()
         time.sleep(begin + asked.seconds - time.monotonic())
         after = server.memory()
-        answers = sorted(answer for part in found.get() for answer in part)
+        answers = [answer for part in found.get() for answer in part]
     row = {"phase": "stream" if stream else "whole", **rate(answers, begin + ramp, begin + asked.seconds)}
-    row |= {"share": round(row["tokens_per_second"] / alone, 3), "errors": sum(not answer[3] for answer in answers)}
+    row |= {"share": round(row["tokens_per_second"] / alone, 3), "errors": sum(not one.tokens for one in answers)}
     if stream:
-        seen = [answer for answer in answers if answer[0] >= begin + ramp and answer[3]]
-        firsts = [first - began for began, first, *_ in seen]
-        events = [(count - 2) / (end - first) for _, first, end, _, count in seen if end - first > 0.2]
-        row |= {"first": [round(x, 3) for x in (statistics.median(firsts), statistics.quantiles(firsts, n=100)[98])]}
-        row |= {"events": [round(x, 1) for x in (statistics.median(events), max(events))]}
+        seen = [one for one in answers if one.began >= begin + ramp and one.tokens]
+        firsts = [one.first - one.began for one in seen]
+        late = statistics.quantiles(firsts, n=100)[98]
+        events = [(one.events - 2) / (one.ended - one.first) for one in seen if one.ended - one.first > 0.2]
+        row |= {"first": [round(statistics.median(firsts), 3), round(late, 3)]}
+        row |= {"events": [round(statistics.median(events), 1), round(max(events), 1)]}
     return {**row, "memory": [before, after]}
 
 
@@ -223,8 +230,8 @@ def main() -> None:
         print(json.dumps({**row, **about}), flush=True)
         server, speed = Server(folder, asked.device, asked.rows, 2 * asked.clients), row["tokens_per_second"]
         try:
-            for phase in (lambda: load(server, asked, speed, False), lambda: load(server, asked, speed, True)):
-                print(json.dumps({**phase(), **about}), flush=True)
+            for stream in (False, True):
+                print(json.dumps({**load(server, asked, speed, stream), **about}), flush=True)
             print(json.dumps({**kill(server, asked), **about}), flush=True)
         finally:
             server.process.terminate()

@@ -39,6 +39,7 @@ _MOST_ROWS = {"cuda": 64}
 MOST_LOGPROBS = 20
 MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
 _FEW_TOKENS = 4096  # a pass over them takes a GPU no longer than the host needs to launch it
+_WORTH_A_PASS = 1024  # tokens that are known already, of a prompt that could be read with others
 _PASS_STEPS = 2  # steps that every live row waits for a pass over prompts, at least
 SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
 
@@ -196,6 +197,9 @@ class Engine:
             found, known = max(
                 ((row, self._shared(self.kept[row], ids)) for row in range(place, self.rows)), key=lambda pair: pair[1]
             )
+            several = bool(texts) or len(self.waiting) > 1 < self.rows - place
+            if self.kernels and self.rewinds and several and known < _WORTH_A_PASS:
+                found, known = place, 0
             if texts and (known or not self._suits(ids, texts)):
                 break
             self.waiting.popleft()

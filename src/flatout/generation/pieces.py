@@ -28,8 +28,8 @@ class TextPieces:
         now = self.tokenizer.decode(ids)
         if len(tokens) > 1:
             begin = len(ids) - 1
-            last = self.tokenizer.decode(ids[:begin])
-            if last == now or _BROKEN in self.before + now:
+            last = now if _BROKEN in self.before + now else self.tokenizer.decode(ids[:begin])
+            if last == now:
                 half = len(tokens) // 2
                 return self.add(*tokens[:half]) + self.add(*tokens[half:])
             while last.endswith(_BROKEN) and begin > self.fresh:

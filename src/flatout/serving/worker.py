@@ -50,9 +50,7 @@ class Prepared:
 class Text:
     """One text of a request: tokens in, events out."""
 
-    def __init__(
-        self, id: str, choice: int, request: TextRequest, asked: dict[str, Any], loaded: LoadedModel
-    ) -> None:
+    def __init__(self, id: str, choice: int, request: TextRequest, asked: dict[str, Any], loaded: LoadedModel) -> None:
         self.id, self.choice, self.request = id, choice, request
         self.streams: bool = asked["stream"]
         self.stops: list[str] = asked["stop"]
@@ -123,9 +121,8 @@ class Text:
 
 
 class Decoder:
-    def __init__(
-        self, loaded: LoadedModel, rows: int | None, invariant: bool, send: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, rows: int | None, invariant: bool, send: Callable[..., None]) -> None:
+        """`send` gets messages, as many as there are."""
         if loaded.from_python or not isinstance(loaded.model, GPT):
             raise UsageError(
                 f"{loaded.origin} is a model from Python, which has no cache to decode with", "serve another"
@@ -243,9 +240,10 @@ class Decoder:
         if self.engine.busy:
             due.sort(key=lambda text: text.due)
             del due[_AT_ONCE + int(len(due) * passed / EVERY) :]
-        for text in due:
-            self._advance(text, now)
-        self._report(now)
+        messages = [self._advance(text, now) for text in due]
+        messages.append(self._report(now))
+        if messages := [message for message in messages if message is not None]:
+            self.send(*messages)
 
     def _take(self, item: Prepared | str) -> None:
         if isinstance(item, str):
@@ -270,35 +268,34 @@ class Decoder:
                 )
                 texts.append(Text(item.id, len(texts), self.engine.add(request), asked, self.loaded))
 
-    def _advance(self, text: Text, now: float) -> None:
+    def _advance(self, text: Text, now: float) -> dict[str, Any] | None:
         before = text.read
         text.take()
         self.tokens += text.read - before
         if text.reason is not None and not text.request.ended:
             self.engine.cancel(text.request)
-        if text.reason == "broken":
-            self.send({"id": text.id, "failed": no_probabilities().message})
-        elif (text.reason or text.streams or not text.given) and (event := text.event()):
-            self.send(event)
+        event = text.event() if text.reason or text.streams or not text.given else None
         text.due = now + (text.every if text.given else EVERY)
         if text.reason is not None:
             self.texts[text.id].remove(text)
             if not self.texts[text.id]:
                 del self.texts[text.id]
+        return {"id": text.id, "failed": no_probabilities().message} if text.reason == "broken" else event
 
-    def _report(self, now: float) -> None:
+    def _report(self, now: float) -> dict[str, Any] | None:
         """The numbers for /metrics, when they have changed."""
         if now - self.stats_at < EVERY and self.engine.busy:
-            return
+            return None
         stats = {
             "running": len(self.engine.live),
             "waiting": len(self.engine.waiting),
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.tokens,
         }
-        if stats != self.stats:
-            self.stats, self.stats_at = stats, now
-            self.send({"stats": stats})
+        if stats == self.stats:
+            return None
+        self.stats, self.stats_at = stats, now
+        return {"stats": stats}
 
 
 def main() -> int:
@@ -306,11 +303,11 @@ def main() -> int:
     os.dup2(2, 1)  # what a library prints must not be read as a message
     lock = threading.Lock()
 
-    def send(message: dict[str, Any]) -> None:
-        line = json.dumps(message, allow_nan=False).encode() + b"\n"
+    def send(*messages: dict[str, Any]) -> None:
+        lines = "".join(f"{json.dumps(message, allow_nan=False)}\n" for message in messages).encode()
         with lock:
-            while line:
-                line = line[output.write(line) :]
+            while lines:
+                lines = lines[output.write(lines) :]
 
     asked = json.loads(sys.stdin.buffer.readline())
     try:
@@ -328,6 +325,8 @@ def main() -> int:
         finally:
             decoder.inbox.put(None)
 
+    gc.freeze()  # or else all of torch's objects are visited again and again, for a tenth of a second each time
+    sys.setswitchinterval(0.0005)  # the main thread gets on while a prompt is read
     threading.Thread(target=read, daemon=True).start()
     send({"ready": decoder.describe()})
     try:

@@ -22,8 +22,8 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 50_600,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 40_215,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 50_840,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 40_442,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 110,  # all Python outside tests
     "modules": 241,  # of src/flatout, as all the following
     "modules with one importer": 42,

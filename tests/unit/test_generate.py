@@ -218,6 +218,33 @@ def test_a_text_does_not_depend_on_its_neighbours(kind):
     assert turn.made == list(uncached_tokens(model, turn.ids, count=6, sampling=GREEDY))
 
 
+def test_prompts_are_read_together_and_in_their_order(monkeypatch):
+    """As on a GPU, where a pass over prompts stops all live rows."""
+    model, reads, began = lively_model({}), [], {}
+
+    def played(engine, rows):
+        logits_BV = torch.empty(rows, VOCAB)
+        return lambda: logits_BV.copy_(engine._pass(rows)), logits_BV
+
+    begin = Engine._begin
+    monkeypatch.setattr(Engine, "_recorded", played)
+    monkeypatch.setattr(
+        Engine, "_begin", lambda engine, rows, *more: (reads.append(len(rows)), begin(engine, rows, *more))
+    )
+    engine = Engine(model, rows=4)
+    engine.kernels = True
+    made = [TextRequest(ids=[1, 5, number], count=5 + number % 7, sampling=GREEDY) for number in range(20)]
+    for request in made:
+        engine.add(request)
+    for step in range(1000):
+        engine.step()
+        began |= {number: step for number, request in enumerate(made) if request.made and number not in began}
+    assert sum(reads) == 20 > 2 * len(reads)
+    assert [began[number] for number in range(20)] == sorted(began.values())
+    for one in made:
+        assert one.made == list(uncached_tokens(model, one.ids, count=one.count, sampling=GREEDY))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_invariant_engine_gives_the_same_bits_beside_others(kind):
     model = lively_model(KINDS[kind])

@@ -30,7 +30,7 @@ from flatout.device import Device, cpu_threads
 from flatout.errors import CheckpointError
 from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.host import host_memory
-from flatout.model.cache import Cache, LayerCache
+from flatout.model.cache import Cache, LayerCache, swap_rows
 from flatout.model.gpt import GPT
 from flatout.model.operations import product_type
 from flatout.model.protocol import LanguageModel
@@ -39,6 +39,9 @@ _SHARE = {"cuda": 0.6}  # of free memory for the cache
 _MOST_ROWS = {"cuda": 64}
 MOST_LOGPROBS = 20
 MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
+_FEW_TOKENS = 4096  # a pass over them takes a GPU no longer than the host needs to launch it
+_WORTH_A_PASS = 1024  # tokens that are known already, of a prompt that could be read with others
+_PASS_STEPS = 2  # steps that every live row waits for a pass over prompts, at least
 SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
 
 
@@ -118,6 +121,8 @@ class Engine:
         self.waiting: collections.deque[TextRequest] = collections.deque()
         self.kept: list[list[int]] = [[] for _ in range(rows)]  # tokens in the cache, of rows that are not live
         self.results: collections.deque[_Result] = collections.deque()
+        self.spare: list[tuple[Tensor, torch.cuda.Event]] = []  # where the tokens of a step go on the host
+        self.missed = 0  # tokens that free rows could have made for prompts that wait
         self.views: dict[int, tuple[Cache, Rules, Tensor]] = {}  # of the first rows
         self.graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
         layers = self.cache.layers
@@ -155,17 +160,33 @@ class Engine:
         with self.scope(), threads, np.errstate(all="ignore"):  # weights that are not finite are reported by `_read`
             for row in [row for row in self.live if row.request.ended or row.request.sent >= row.request.count]:
                 self._release(row)
-            while self.waiting and len(self.live) < self.rows:
-                self._admit()
+            if self._admits():
+                while self.waiting and len(self.live) < self.rows:
+                    self._admit()
             for row in [row for row in self.live if row.filled >= self.room]:
                 self._go_on(row)
-            launched = [row for row in self.live if row.request.sent < row.request.count]
+            launched = any(row.request.sent < row.request.count for row in self.live)
             if launched:
                 self._launch()
-        while len(self.results) > (1 if launched else 0):
+        while len(self.results) > launched:
             self._read()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _admits(self) -> bool:
+        """Whether prompts are read now. All that get a row are sorted by length, so that few passes suit them.
+
+        A pass stops all live rows. On a GPU it is put off until free rows have missed as many tokens, so that prompts
+        whose rows become free one after the other are read together.
+        """
+        count = min(len(self.waiting), self.rows - len(self.live))
+        self.missed += count
+        if not count or (self.kernels and not self.invariant and self.missed < _PASS_STEPS * len(self.live)):
+            return False
+        self.missed = 0
+        first = sorted((self.waiting.popleft() for _ in range(count)), key=lambda request: len(request.ids))
+        self.waiting.extendleft(reversed(first))
+        return True
 
     def _admit(self) -> None:
         """Reads the next prompts into rows, as many as suit one pass; their first tokens come with them."""
@@ -178,6 +199,9 @@ class Engine:
             found, known = max(
                 ((row, self._shared(self.kept[row], ids)) for row in range(place, self.rows)), key=lambda pair: pair[1]
             )
+            several = bool(texts) or len(self.waiting) > 1 < self.rows - place
+            if self.kernels and self.rewinds and several and known < _WORTH_A_PASS:
+                found, known = place, 0
             if texts and (known or not self._suits(ids, texts)):
                 break
             self.waiting.popleft()
@@ -191,7 +215,8 @@ class Engine:
         """Whether a prompt joins a pass: rows are filled up to the longest, and what fills them must stay unseen."""
         lengths = [len(ids), *map(len, texts)]
         unseen = (self.rewinds or len(set(lengths)) == 1) and not self.invariant
-        return unseen and max(lengths) <= 2 * min(lengths) and len(lengths) * max(lengths) <= MOST_PROMPT_TOKENS
+        tokens, even = len(lengths) * max(lengths), max(lengths) <= 2 * min(lengths)
+        return unseen and (tokens <= MOST_PROMPT_TOKENS if even else self.kernels and tokens <= _FEW_TOKENS)
 
     def _shared(self, kept: list[int], ids: list[int]) -> int:
         """How many first tokens of `ids` need not be read again; at least one is, whose logits are needed."""
@@ -206,8 +231,8 @@ class Engine:
         part.clear()
         part.start_at(shared, texts[0][shared - 1] if shared else 0)
         filled = [ids[shared:] + [0] * (longest - len(ids)) for ids in texts]
-        tokens_BT = torch.tensor(filled, device=self.device)
-        ends_B = torch.tensor([len(ids) - shared - 1 for ids in texts], device=self.device)
+        tokens_BT = torch.tensor(filled).to(self.device, non_blocking=True)
+        ends_B = torch.tensor([len(ids) - shared - 1 for ids in texts]).to(self.device, non_blocking=True)
         logits_BV = self.model.logits(tokens_BT, part, last=ends_B)[:, -1, : self.vocab]
         part.end_at(ends_B + shared + 1, tokens_BT.gather(1, ends_B[:, None]))
         for place, (row, ids) in enumerate(zip(rows, texts, strict=True), first):
@@ -242,11 +267,8 @@ class Engine:
 
     def _swap(self, one: int, other: int) -> None:
         if one != other:
-            self.cache.swap(one, other)
             self.kept[one], self.kept[other] = self.kept[other], self.kept[one]
-            for x in (self.tokens_B1, self.rules.floats_B4, self.rules.whole_B3, self.rules.seen_BV):
-                if x is not None:
-                    x[[one, other]] = x[[other, one]]
+            swap_rows([*self.cache.tensors(), self.tokens_B1, *self.rules.tensors()], one, other)
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -307,11 +329,12 @@ class Engine:
 
     def _send(self, rows: Sequence[_Row], tokens_B: Tensor, logits_BV: Tensor) -> None:
         """Sends the tokens of these rows to the host, without waiting for them."""
-        requests = [row.request for row in rows]
+        requests, wanted = [row.request for row in rows], False
         for request in requests:
             request.sent += 1
+            wanted = wanted or request.logprobs is not None
         found = [tokens_B]
-        if any(request.logprobs is not None for request in requests):
+        if wanted:
             # Whole lines of memory: else torch's order of additions depends on a row's number.
             vocab = logits_BV.shape[1]
             log_BV = torch.log_softmax(F.pad(logits_BV.float(), (0, -vocab % 64), value=-torch.inf), dim=-1)
@@ -320,21 +343,23 @@ class Engine:
         if self.device.type != "cuda":
             self.results.append(_Result([x.clone() for x in found], requests, None))
             return
-        there = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in found]
+        if not self.spare:
+            self.spare.append((torch.empty(self.rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()))
+        place_B, done = self.spare.pop()
+        there = [place_B[: len(rows)], *(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in found[1:])]
         for target, x in zip(there, found, strict=True):
             target.copy_(x, non_blocking=True)
-        done = torch.cuda.Event()
         done.record()
-        self.results.append(_Result(there, requests, done))
+        self.results.append(_Result([place_B, *there[1:]], requests, done))
 
     def _read(self) -> None:
         """Takes the oldest tokens that were sent."""
         result = self.results.popleft()
         if result.done is not None:
             result.done.synchronize()
+            self.spare.append((result.found[0], result.done))
         tokens, *more = [x.tolist() for x in result.found]
-        for place, request in enumerate(result.requests):
-            token = tokens[place]
+        for place, (request, token) in enumerate(zip(result.requests, tokens, strict=False)):
             if request.ended:
                 continue
             if token < 0:

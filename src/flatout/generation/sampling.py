@@ -54,14 +54,18 @@ class Rules:
         part = slice(first, first + count)
         return Rules(self.floats_B4[part], self.whole_B3[part], None if self.seen_BV is None else self.seen_BV[part])
 
+    def tensors(self) -> list[Tensor]:
+        return [self.floats_B4, self.whole_B3, *([] if self.seen_BV is None else [self.seen_BV])]
+
     def assign(self, row: int, sampling: Sampling, number: int, text: Sequence[int]) -> None:
         """The next token of this row is the text's `number`-th."""
         top_p = 1.0 if sampling.top_p is None else sampling.top_p
         floats = [sampling.temperature, top_p, sampling.min_p or 0.0, sampling.repetition_penalty]
-        self.floats_B4[row] = torch.tensor(floats)
+        self.floats_B4[row].copy_(torch.tensor(floats), non_blocking=True)
         # A seed is any whole number; the hash reads its lower 64 bits.
         seed = (sampling.seed + 2**63) % 2**64 - 2**63
-        self.whole_B3[row] = torch.tensor([sampling.top_k or 0, seed, number], dtype=torch.int64)
+        whole = torch.tensor([sampling.top_k or 0, seed, number], dtype=torch.int64)
+        self.whole_B3[row].copy_(whole, non_blocking=True)
         if self.seen_BV is not None:
             self.seen_BV[row] = False
             if sampling.repetition_penalty != 1.0:

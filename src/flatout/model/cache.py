@@ -132,7 +132,7 @@ class Cache:
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.last_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # the last token of each row
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [*(x for layer in self.layers for x in layer.tensors()), self.length_B, self.last_B1]
 
     def rows(self, first: int, count: int, *, level: bool) -> "Cache":
@@ -171,14 +171,6 @@ class Cache:
         self.length_B.copy_(length_B)
         self.last_B1.copy_(last_B1)
 
-    @torch.no_grad()
-    def swap(self, one: int, other: int) -> None:
-        """Exchanges two rows."""
-        for x in self._tensors():
-            kept = x[one].clone()
-            x[one] = x[other]
-            x[other] = kept
-
     def begin(self, length: int) -> Decoding:
         """For a pass over the next `length` positions."""
         steps_T = torch.arange(length, device=self.length_B.device)
@@ -192,3 +184,13 @@ class Cache:
         self.most += length if self.level or self.most else 0
         self.length_B += length
         self.last_B1.copy_(tokens_BT[:, -1:])
+
+
+@torch.no_grad()
+def swap_rows(tensors: list[Tensor], one: int, other: int) -> None:
+    """Exchanges two rows of each tensor, with three calls for all of a type."""
+    for dtype in {x.dtype for x in tensors}:
+        first, second = ([x[row] for x in tensors if x.dtype is dtype] for row in (one, other))
+        kept = [torch.empty_like(x) for x in first]
+        for targets, sources in ((kept, first), (first, second), (second, kept)):
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

@@ -41,6 +41,7 @@ MOST_LOGPROBS = 20
 MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
 _FEW_TOKENS = 4096  # a pass over them takes a GPU no longer than the host needs to launch it
 _WORTH_A_PASS = 1024  # tokens that are known already, of a prompt that could be read with others
+_EVEN = 64  # prompts are filled up to a multiple of this on a GPU
 _PASS_STEPS = 2  # steps that every live row waits for a pass over prompts, at least
 SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
 
@@ -227,6 +228,8 @@ class Engine:
     def _begin(self, rows: list[_Row], texts: list[list[int]], shared: int = 0) -> None:
         """Reads texts into live rows side by side; of a single one, the tokens after the `shared` first."""
         first, count, longest = self.live.index(rows[0]), len(rows), max(map(len, texts))
+        if self.kernels and self.rewinds:  # few different lengths: the library keeps what it learns of each
+            longest = min(self.room, shared + -(-(longest - shared) // _EVEN) * _EVEN)
         part = self.cache.rows(first, count, level=True)
         part.clear()
         part.start_at(shared, texts[0][shared - 1] if shared else 0)

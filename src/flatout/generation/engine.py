@@ -17,6 +17,7 @@ only what is new.
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Generator, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -39,6 +40,7 @@ _MOST_ROWS = {"cuda": 64}
 MOST_LOGPROBS = 20
 MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
 SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
+MOST_LISTED = 128  # tokens of a prompt whose calls are kept
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -99,17 +101,19 @@ class Engine:
         self.model, self.kernels, self.scope, self.vocab = model, kernels, scope, vocab
         self.device = model.embedding.weight.device
         self.was_training = model.training
-        model.eval()
+        if self.was_training:
+            model.eval()
         with torch.inference_mode(), scope():
             self.cache = model.empty_cache(rows, room)
             self.tokens_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
             self.rules = Rules.room(rows, self.device, (vocab or model.vocab) if penalties else None)
             wide = product_type(model.embedding.weight) == model.embedding.weight.dtype == torch.float32
         self.cache.kernels = kernels
-        whole = all(type(weight) is nn.Parameter for weight in model.parameters())  # neither sharded nor in 4 bits
-        self.cache.arrays = {} if self.device.type == "cpu" and wide and whole else None
-        size = sum(weight.numel() for weight in model.parameters())
-        self.threads = 1 if self.device.type == "cpu" and size < SMALL else None  # of torch; None: as they are
+        weights = list(model.parameters())
+        whole = all(type(weight) is nn.Parameter for weight in weights)  # neither sharded nor in 4 bits
+        self.in_numpy = self.device.type == "cpu" and wide and whole and not invariant
+        small = self.device.type == "cpu" and sum(weight.numel() for weight in weights) < SMALL
+        self.threads = 1 if small else None  # of torch; None: as they are
         self.draws = self.device.type == "cuda" and find_spec("triton") is not None
         self.rows, self.room = rows, self.cache.room
         self.live: list[_Row] = []
@@ -120,12 +124,17 @@ class Engine:
         self.graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
         layers = self.cache.layers
         self.rewinds = all(isinstance(layer, LayerCache) and layer.places == self.room for layer in layers)
+        # Prompts in NumPy are read on a row of their own, by one list of calls for every power of two.
+        self.listed = min(self.room, MOST_LISTED) if self.in_numpy and small and self.rewinds else 0
+        self.desk = model.empty_cache(1, self.room) if self.listed and rows > 1 else self.cache.rows(0, 1, level=True)
+        self.prompts: dict[int, tuple[list[Callable[[], Any]], Tensor, Tensor, Tensor]] = {}
 
     def close(self) -> None:
         """Puts the model's mode back and frees what was made for decoding."""
         self.graphs.clear()
         self.model.copies.keep_only(())
-        self.model.train(self.was_training)
+        if self.was_training:
+            self.model.train()
 
     def add(self, request: TextRequest) -> TextRequest:
         if not request.ids:
@@ -157,10 +166,12 @@ class Engine:
                 self._admit()
             for row in [row for row in self.live if row.filled >= self.room]:
                 self._go_on(row)
-            launched = [row for row in self.live if row.request.sent < row.request.count]
+            # On a CPU nothing runs beside the host, and first tokens need not wait for the second ones.
+            later = self.device.type == "cuda"
+            launched = (later or not self.results) and any(row.request.sent < row.request.count for row in self.live)
             if launched:
                 self._launch()
-        while len(self.results) > (1 if launched else 0):
+        while len(self.results) > (1 if launched and later else 0):
             self._read()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -188,7 +199,7 @@ class Engine:
     def _suits(self, ids: list[int], texts: list[list[int]]) -> bool:
         """Whether a prompt joins a pass: rows are filled up to the longest, and what fills them must stay unseen."""
         lengths = [len(ids), *map(len, texts)]
-        unseen = (self.rewinds or len(set(lengths)) == 1) and not self.invariant
+        unseen = (self.rewinds or len(set(lengths)) == 1) and not self.invariant and not self.listed
         return unseen and max(lengths) <= 2 * min(lengths) and len(lengths) * max(lengths) <= MOST_PROMPT_TOKENS
 
     def _shared(self, kept: list[int], ids: list[int]) -> int:
@@ -201,13 +212,16 @@ class Engine:
         """Reads texts into live rows side by side; of a single one, the tokens after the `shared` first."""
         first, count, longest = self.live.index(rows[0]), len(rows), max(map(len, texts))
         part = self.cache.rows(first, count, level=True)
-        part.clear()
-        part.start_at(shared, texts[0][shared - 1] if shared else 0)
-        filled = [ids[shared:] + [0] * (longest - len(ids)) for ids in texts]
-        tokens_BT = torch.tensor(filled, device=self.device)
-        ends_B = torch.tensor([len(ids) - shared - 1 for ids in texts], device=self.device)
-        logits_BV = self.model.logits(tokens_BT, part, last=ends_B)[:, -1, : self.vocab]
-        part.end_at(ends_B + shared + 1, tokens_BT.gather(1, ends_B[:, None]))
+        if longest - shared <= self.listed:
+            logits_BV = self._by_list(part, texts[0], shared)
+        else:
+            part.clear()
+            part.start_at(shared, texts[0][shared - 1] if shared else 0)
+            filled = [ids[shared:] + [0] * (longest - len(ids)) for ids in texts]
+            tokens_BT = torch.tensor(filled, device=self.device)
+            ends_B = torch.tensor([len(ids) - shared - 1 for ids in texts], device=self.device)
+            logits_BV = self.model.logits(tokens_BT, part, last=ends_B)[:, -1, : self.vocab]
+            part.end_at(ends_B + shared + 1, tokens_BT.gather(1, ends_B[:, None]))
         for place, (row, ids) in enumerate(zip(rows, texts, strict=True), first):
             row.filled = len(ids)
             request = row.request
@@ -215,6 +229,34 @@ class Engine:
         tokens_B = self.tokens_B1[first : first + count, 0]
         choose(logits_BV, self.rules.rows(first, count), tokens_B, kernels=self.draws)
         self._send(rows, tokens_B, logits_BV)
+
+    def _by_list(self, part: Cache, ids: list[int], shared: int) -> Tensor:
+        """Reads a text into a row, in NumPy. Lists have lengths of their own, and what fills one up stays unseen."""
+        length = min(self.room, 1 << (len(ids) - shared - 1).bit_length())
+        shared = min(shared, self.room - length)
+        desk, new = self.desk, ids[shared:]
+        desk.start_at(shared, ids[shared - 1] if shared else 0)
+        own, there = (
+            [x.numpy() for layer in cache.layers for x in layer.tensors()] if self.rows > 1 else []
+            for cache in (part, desk)
+        )
+        for x, kept in zip(there, own, strict=True):
+            x[:, :, :shared] = kept[:, :, :shared]
+        if length not in self.prompts:
+            self.prompts[length] = [], *torch.zeros(2, length, dtype=torch.int64).split(1), torch.empty(0)
+        calls, tokens_BT, ends_BT, logits_BV = self.prompts[length]
+        tokens_BT.numpy()[0, : len(new)], ends_BT.numpy()[0, 0] = new, len(new) - 1
+        for call in calls:
+            call()
+        if not calls:
+            desk.calls = calls
+            logits_BV = self.model.logits(tokens_BT, desk, last=ends_BT[:, 0])[:, -1, : self.vocab]
+            self.prompts[length] = calls, tokens_BT, ends_BT, logits_BV
+        for x, kept in zip(there, own, strict=True):
+            kept[:, :, shared : len(ids)] = x[:, :, shared : len(ids)]
+        part.length_B.fill_(len(ids))
+        part.last_B1.fill_(ids[-1])
+        return logits_BV
 
     def _go_on(self, row: _Row) -> None:
         """A row that is full: from the second half of its text, or not at all."""
@@ -254,13 +296,16 @@ class Engine:
             rows = self.rows
         elif self.kernels:
             rows = min(self.rows, 1 << (count - 1).bit_length())
-        if self.kernels:
-            if rows not in self.graphs:
-                self.graphs[rows] = self._recorded(rows)
+        if self.kernels and rows not in self.graphs:
+            self.graphs[rows] = self._recorded(rows)
+        if rows in self.graphs:
             replay, logits_BV = self.graphs[rows]
             replay()
         else:
             logits_BV = self._pass(rows)
+            if self.in_numpy:
+                calls, how = self.views[rows][0].calls, self.views[rows][1:]
+                self.graphs[rows] = functools.partial(_again, calls, logits_BV, *how), logits_BV
         for other in range(count, rows):  # a pass moves on in rows that are not live, too
             self.kept[other] = self.kept[other] if self.rewinds else []
         for row in self.live:
@@ -276,13 +321,15 @@ class Engine:
                 self.tokens_B1[:count],
             )
         part, rules, tokens_B1 = self.views[count]
+        part.calls = [] if self.in_numpy else None
         if count == 1 and not self.kernels:  # the host knows the length: attention reads no more than that
             part.level, part.most = True, self.live[0].filled
         elif self.kernels or self.invariant:
             part.length_B.clamp_(max=self.room - 1)  # of rows that are not live
         else:
             part.most = max(row.filled for row in self.live)
-        logits_BV = self.model.logits(tokens_B1.clamp(min=0), part, last=True)[:, -1, : self.vocab]
+        tokens_BT = tokens_B1 if self.in_numpy else tokens_B1.clamp(min=0)
+        logits_BV = self.model.logits(tokens_BT, part, last=True)[:, -1, : self.vocab]
         choose(logits_BV, rules, tokens_B1[:, 0], kernels=self.draws)
         return logits_BV
 
@@ -345,6 +392,13 @@ class Engine:
                 request.ended = "stop"
             elif len(request.made) >= request.count:
                 request.ended = "length"
+
+
+def _again(calls: Sequence[Callable[[], Any]], logits_BV: Tensor, rules: Rules, tokens_B1: Tensor) -> None:
+    """The same pass as before, in NumPy."""
+    for call in calls:
+        call()
+    choose(logits_BV, rules, tokens_B1[:, 0])
 
 
 def fitting_rows(model: GPT, device: Device) -> int:

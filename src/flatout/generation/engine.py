@@ -361,7 +361,7 @@ class Engine:
             likeliest = log_BV.topk(min(MOST_LOGPROBS, log_BV.shape[1]), dim=-1)
             found += [log_BV.gather(1, tokens_B.clamp(min=0)[:, None]), *likeliest]
         if self.device.type != "cuda":
-            self.results.append(_Result([x.clone() for x in found], requests, None))
+            self.results.append(_Result(found, requests, None))  # read before the next pass
             return
         there = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in found]
         for target, x in zip(there, found, strict=True):

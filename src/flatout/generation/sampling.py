@@ -77,27 +77,28 @@ def choose(logits_BV: Tensor, rules: Rules, tokens_B: Tensor, *, kernels: bool =
 
         sample(logits_BV, rules.floats_B4, rules.whole_B3, rules.seen_BV, tokens_B)
         return
-    floats_B4, whole_B3 = rules.floats_B4.cpu().numpy(), rules.whole_B3.cpu().numpy()
-    temperature_B1, top_p_B1, min_p_B1, penalty_B1 = (floats_B4[:, part : part + 1] for part in range(4))
+    settings, whole = rules.floats_B4.tolist(), rules.whole_B3.tolist()  # lists: quicker for a few rows
+    temperature_B1, top_p_B1, min_p_B1, penalty_B1 = np.array(settings, np.float32).T[:, :, None]
     x_BV = logits_BV.float().cpu().numpy()
+    seen_BV = rules.seen_BV if any(penalty != 1.0 for *_, penalty in settings) else None
     with np.errstate(all="ignore"):
-        seen_BV = rules.seen_BV if np.count_nonzero(penalty_B1 != 1.0) else None
         if seen_BV is not None:
             factor_BV = np.where(x_BV > 0, 1.0 / penalty_B1, penalty_B1)
             x_BV = np.where(seen_BV.cpu().numpy(), x_BV * factor_BV, x_BV)
         best_B1 = np.maximum.reduce(x_BV, axis=1, keepdims=True)
         found_B = x_BV.argmax(axis=1)
-        if np.count_nonzero(temperature_B1):
-            # The largest becomes 0, so that no temperature overflows.
-            score_BV = x_BV - best_B1
-            score_BV /= np.where(temperature_B1 == 0.0, np.float32(1.0), temperature_B1)
+        if any(temperature for temperature, *_ in settings):
+            greedy_B1 = temperature_B1 == 0.0
+            score_BV = x_BV - best_B1  # the largest becomes 0, so that no temperature overflows
+            score_BV /= np.where(greedy_B1, np.float32(1.0), temperature_B1)
             hidden_BV = None
-            if np.count_nonzero(whole_B3[:, 0]) or np.count_nonzero(floats_B4[:, 1:3] != (1.0, 0.0)):
-                hidden_BV = score_BV < _threshold(score_BV, whole_B3[:, :1], top_p_B1, min_p_B1)
-            score_BV += noise(whole_B3[:, 1].tolist(), whole_B3[:, 2].tolist(), score_BV.shape[1])
+            if any(top_k for top_k, *_ in whole) or any(top_p < 1.0 or min_p > 0.0 for _, top_p, min_p, _ in settings):
+                top_k_B1 = np.array([[top_k] for top_k, *_ in whole])
+                hidden_BV = score_BV < _threshold(score_BV, top_k_B1, top_p_B1, min_p_B1)
+            score_BV += noise([_key(seed, number) for _, seed, number in whole], score_BV.shape[1])
             if hidden_BV is not None:
                 score_BV[hidden_BV] = -np.inf
-            found_B = np.where(temperature_B1[:, 0] == 0.0, found_B, score_BV.argmax(axis=1))
+            found_B = np.where(greedy_B1[:, 0], found_B, score_BV.argmax(axis=1))
         tokens_B.copy_(torch.from_numpy(np.where(np.isfinite(best_B1[:, 0]), found_B, -1)))
     rules.whole_B3.select(1, 2).add_(1)
     if seen_BV is not None:
@@ -119,9 +120,8 @@ def _threshold(scaled_BV: np.ndarray, top_k_B1: np.ndarray, top_p_B1: np.ndarray
     return np.minimum(lowest_B1, 0.0)
 
 
-def noise(seeds: Sequence[int], numbers: Sequence[int], vocab: int) -> np.ndarray:
-    """Gumbel noise [B, V] of the `number`-th token of texts with these seeds."""
-    keys = [_key(seed, number) for seed, number in zip(seeds, numbers, strict=True)]
+def noise(keys: Sequence[int], vocab: int) -> np.ndarray:
+    """Gumbel noise [B, V] of tokens with these keys."""
     hashed_BV = _mixed(np.array(keys, np.uint32)[:, None] ^ _hashed_ids(vocab))
     noise_BV = (hashed_BV >> 8).astype(np.float32)
     noise_BV += np.float32(0.5)
@@ -131,6 +131,7 @@ def noise(seeds: Sequence[int], numbers: Sequence[int], vocab: int) -> np.ndarra
 
 
 def _key(seed: int, number: int) -> int:
+    """The hash of a text's seed and the number of a token in it."""
     x = 0
     for part in (seed, seed >> 32, number):
         x ^= part & 0xFFFFFFFF

@@ -27,6 +27,7 @@ from flatout.ops.scales import NarrowLinear, Slot
 
 Array = np.ndarray
 _ONE, _TWO = np.array(1.0, np.float32), np.array(2.0, np.float32)  # NumPy takes longer to read Python's numbers
+_BOUNDED = 40.0  # exponentials of scores up to it, and sums of them, are far from the limits of fp32
 
 
 class _Projected(NamedTuple):
@@ -47,7 +48,7 @@ class RowOperations(Operations):
         self.tokens_N = tokens_BT.numpy().reshape(-1)
         self.cache, self.length_B1 = cache, cache.length_B.numpy()[:, None]
         self.positions_BT = self._made(np.add, self.length_B1, np.arange(self.length))
-        self.most, self.hidden_BTS = 0, None
+        self.most, self.hidden_BTS, self.ones_S1 = 0, None, np.ones((cache.room, 1), np.float32)
         self._run(self._look)
 
     # --- the list -----------------------------------------------------------------------------------------------------
@@ -89,39 +90,45 @@ class RowOperations(Operations):
         flat_NC, span = turn_NDD.reshape(len(places_N), -1), half * (size + 1)
         begins = (0, span, half, half * size)  # of diagonals: both cosines, the sines and those below
         cos_ND, again_ND, sin_ND, minus_ND = (flat_NC[:, first : first + span : size + 1] for first in begins)
-
-        def fill() -> None:
-            cos_ND[:] = again_ND[:] = cos_TD[places_N]
-            sin_ND[:] = sin_TD[places_N]
-            np.negative(sin_ND, minus_ND)
-
-        self._run(fill)
+        new_ND = self._taken(cos_TD, places_N)
+        self._run(np.copyto, cos_ND, new_ND)
+        self._run(np.copyto, again_ND, new_ND)
+        self._run(np.copyto, sin_ND, self._taken(sin_TD, places_N))
+        self._run(np.negative, sin_ND, minus_ND)
         return turn_NDD
 
-    def _taken(self, table: Tensor, ids_N: Array) -> Array:
-        return self._made(partial(_array(table).take, ids_N, 0, mode="wrap"))  # which needs no buffer
+    def _taken(self, table: Array, ids_N: Array) -> Array:
+        return self._made(partial(table.take, ids_N, 0, mode="wrap"))  # a mode that needs no buffer
 
     def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Any:
-        x_NW = self._taken(table_VW, self.tokens_N)
+        x_NW = self._taken(_array(table_VW), self.tokens_N)
         return x_NW if positions_TW is None else self._made(np.add, x_NW, _array(positions_TW.flatten(0, 1)))
 
     def add_rows(self, x_BTW: Any, ids_BT: Tensor, table_RW: Tensor) -> Any:
-        return self._made(np.add, x_BTW, self._taken(table_RW, _array(ids_BT.flatten())))
+        return self._made(np.add, x_BTW, self._taken(_array(table_RW), _array(ids_BT.flatten())))
 
     def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Any:
-        return self._taken(table_VC, self.tokens_N)
+        return self._taken(_array(table_VC), self.tokens_N)
 
     def unit_norm(self, x_BTW: Any, eps: float) -> Any:
-        return self._made(np.divide, x_BTW, self._root(x_BTW, eps))
+        if len(x_BTW) > 1:
+            return self._made(np.divide, x_BTW, self._root(x_BTW[:, None], eps, np.ones(1))[:, 0])
+        x_W, normed_NW = x_BTW[0], np.empty_like(x_BTW)
 
-    def _root(self, x: Array, eps: float, scale: float = 1.0) -> Array:
-        """√(mean of squares + eps) / scale over the last axis, by a product in which eps has a place of its own."""
-        width = x.shape[-1]
-        squares = np.ones((*x.shape[:-1], width + 1), np.float32)
-        self._run(np.multiply, x, x, squares[..., :width])
-        shares_C1 = np.full((width + 1, 1), 1.0 / (width * scale**2), np.float32)
-        shares_C1[width] = eps / scale**2
-        return self._made(np.sqrt, self._made(np.matmul, squares, shares_C1))
+        def norm() -> None:
+            np.multiply(x_BTW, (float(x_W.dot(x_W)) / len(x_W) + eps) ** -0.5, normed_NW)
+
+        self._run(norm)
+        return normed_NW
+
+    def _root(self, x_NAD: Array, eps: float, scale_A: Array) -> Array:
+        """√(mean of squares + eps) / scale: [N, A, 1], by a product in which eps has a place of its own."""
+        size = x_NAD.shape[2]
+        squares_NA1C = np.ones((*x_NAD.shape[:2], 1, size + 1), np.float32)
+        self._run(np.multiply, x_NAD, x_NAD, squares_NA1C[:, :, 0, :size])
+        shares_AC1 = np.array([1.0 / size] * size + [eps])[:, None] / scale_A[:, None, None] ** 2
+        mean_NA11 = self._made(np.matmul, squares_NA1C, shares_AC1.astype(np.float32))
+        return self._made(np.sqrt, mean_NA11)[:, :, 0]
 
     def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None) -> tuple[Any, Any]:
         x_NW: Any = self.hand_on(stream).x_BTW
@@ -188,7 +195,7 @@ class RowOperations(Operations):
         if self.length > 1 and last is not False:
             ends_B = last.numpy() if isinstance(last, Tensor) else np.full(self.rows, self.length - 1)
             places_B = self._made(np.add, ends_B, np.arange(self.rows) * self.length)
-            x_NW = self._made(partial(x_NW.take, places_B, 0, mode="wrap"))
+            x_NW = self._taken(x_NW, places_B)
         weight_VW: Any = table_VW if head.weight is None else head.weight
         made_NV = self._product(weight_VW, self.add_norm(Stream(x_NW), norm)[1])
         if head.cap:
@@ -220,50 +227,55 @@ class RowOperations(Operations):
     def attention(self, mixer: Any, made: Any, shared: Shared, own: Own) -> Any:
         heads, groups, size, norms = mixer.heads, mixer.groups, mixer.size, mixer.norms
         qk_NAD, v_NGD = made.all_NAD[:, : heads + groups], made.all_NAD[:, heads + groups :]
-        factor_AD = np.ones((heads + groups, size), np.float32)
-        factor_AD[:heads] *= size**-0.5
-        if norms is not None:
-            qk_NAD = self._made(np.divide, qk_NAD, self._root(qk_NAD, norms[0].eps, norms[0].scale))
-            for norm, part_AD in zip(norms, (factor_AD[:heads], factor_AD[heads:]), strict=True):
-                part_AD *= 1.0 if norm.weight is None else _array(norm.weight)
-        qk_NAD = self._made(np.multiply, qk_NAD, factor_AD)
+        scale_A, bound = np.repeat([size**-0.5, 1.0], [heads, groups]), np.inf
+        if norms is None:
+            qk_NAD = self._made(np.multiply, qk_NAD, scale_A[:, None].astype(np.float32))
+        else:
+            qk_NAD = self._made(np.divide, qk_NAD, self._root(qk_NAD, norms[0].eps, scale_A * norms[0].scale))
+            bound = norms[0].scale ** 2 * size**0.5  # of scores
+        if norms is not None and norms[0].weight is not None and norms[1].weight is not None:
+            weights = _array(norms[0].weight), _array(norms[1].weight)
+            qk_NAD, bound = self._made(np.multiply, qk_NAD, np.repeat(weights, [heads, groups], axis=0)), np.inf
         if shared.turn is not None:
             qk_NAD = self._made(np.matmul, qk_NAD, shared.turn)
         if made.value_gates_NG1 is not None:
             rows_NGD = self._made(np.multiply, made.value_gates_NG1, own.values.reshape(v_NGD.shape))
             v_NGD = self._made(np.add, v_NGD, rows_NGD)
         y_NHD = np.empty((len(qk_NAD), heads, size), np.float32)
-        shape = (self.rows, self.length, groups, -1, size)
-        q_BTGXD, y_BTGXD = qk_NAD[:, :heads].reshape(shape), y_NHD.reshape(shape)
-        new = (own.cache.k_BGSD, qk_NAD[:, heads:]), (own.cache.v_BGSD, v_NGD)
-        pairs = [(kept.numpy(), x_NGD.reshape(self.rows, self.length, groups, size)) for kept, x_NGD in new]
-        self._run(partial(self._attend, *pairs, q_BTGXD.transpose(0, 2, 3, 1, 4), y_BTGXD.transpose(0, 2, 3, 1, 4)))
+        # Queries of a group are arranged like positions where there is one position.
+        shape, axes = (self.rows, self.length, groups, -1, size), (0, 2, 1, 3, 4) if self.length == 1 else (0, 2, 3, 1, 4)
+        q_BGPCD, y_BGPCD = (x_NHD.reshape(shape).transpose(axes) for x_NHD in (qk_NAD[:, :heads], y_NHD))
+        new_BTGD = [x_NGD.reshape(*shape[:3], size) for x_NGD in (qk_NAD[:, heads:], v_NGD)]
+        kept_BGSD = [own.cache.k_BGSD.numpy(), own.cache.v_BGSD.numpy()]
+        self._run(partial(self._attend, kept_BGSD, new_BTGD, q_BGPCD, y_BGPCD, bounded=bound < _BOUNDED))
         y_NHD = y_NHD if made.head_gates_NH1 is None else self._made(np.multiply, y_NHD, made.head_gates_NH1)
         return y_NHD.reshape(len(y_NHD), -1)
 
-    def _attend(self, keys: tuple[Array, Array], values: tuple[Array, Array], q_BGXTD: Array, y_BGXTD: Array) -> None:
+    def _attend(
+        self, kept_BGSD: list[Array], new_BTGD: list[Array], q_BGPCD: Array, y_BGPCD: Array, *, bounded: bool
+    ) -> None:
         """Writes keys and values into the cache and attends to what is there.
 
-        Of a ring buffer, which has a window's places, all are visible that are filled.
+        Of a ring buffer, which has a window's places, all are visible that are filled. `bounded`: the exponentials of
+        scores need no shift.
         """
-        (k_BGSD, k_BTGD), (v_BGSD, v_BTGD) = keys, values
-        rows, groups, places, size = k_BGSD.shape
+        (k_BGSD, v_BGSD), (k_BTGD, v_BTGD) = kept_BGSD, new_BTGD
+        places = k_BGSD.shape[2]
         filled = min(self.most, places)
         if self.hidden_BTS is None:
             place = (self.most - 1) % places
             k_BGSD[0, :, place], v_BGSD[0, :, place] = k_BTGD[0, 0], v_BTGD[0, 0]
         else:
-            where = np.arange(rows)[:, None], slice(None), self.positions_BT % places
+            where = np.arange(self.rows)[:, None], slice(None), self.positions_BT % places
             k_BGSD[where], v_BGSD[where] = k_BTGD, v_BTGD
-        score_BGCS = np.matmul(q_BGXTD.reshape(rows, groups, -1, size), k_BGSD[:, :, :filled].swapaxes(2, 3))
+        score_BGPCS = np.matmul(q_BGPCD, k_BGSD[:, :, None, :filled].swapaxes(3, 4))
         if self.hidden_BTS is not None:
-            seen = score_BGCS.reshape(*q_BGXTD.shape[:4], filled)
-            np.copyto(seen, -np.inf, where=self.hidden_BTS[:, None, None, :, :filled])
-        score_BGCS -= np.maximum.reduce(score_BGCS, 3, None, None, True)
-        np.exp(score_BGCS, score_BGCS)
-        sum_BGC1 = np.add.reduce(score_BGCS, 3, None, None, True)
-        y_BGCD = np.matmul(score_BGCS, v_BGSD[:, :, :filled])
-        np.divide(y_BGCD.reshape(y_BGXTD.shape), sum_BGC1.reshape(*y_BGXTD.shape[:4], 1), y_BGXTD)
+            np.copyto(score_BGPCS, -np.inf, where=self.hidden_BTS[:, None, None, :, :filled])
+        if not bounded:
+            score_BGPCS -= np.maximum.reduce(score_BGPCS, 4, None, None, True)
+        np.exp(score_BGPCS, score_BGPCS)
+        sum_BGPC1 = np.matmul(score_BGPCS, self.ones_S1[:filled])
+        np.divide(np.matmul(score_BGPCS, v_BGSD[:, :, None, :filled]), sum_BGPC1, y_BGPCD)
 
 
 def _array(x: Tensor) -> Array:

@@ -40,7 +40,7 @@ _MOST_ROWS = {"cuda": 64}
 MOST_LOGPROBS = 20
 MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
 SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
-MOST_LISTED = 128  # tokens of a prompt whose calls are kept
+LISTED = 10**8  # parameters times tokens of a prompt; up to it, its calls are kept: they take longer than computing
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -112,8 +112,8 @@ class Engine:
         weights = list(model.parameters())
         whole = all(type(weight) is nn.Parameter for weight in weights)  # neither sharded nor in 4 bits
         self.in_numpy = self.device.type == "cpu" and wide and whole and not invariant
-        small = self.device.type == "cpu" and sum(weight.numel() for weight in weights) < SMALL
-        self.threads = 1 if small else None  # of torch; None: as they are
+        size = sum(weight.numel() for weight in weights)
+        self.threads = 1 if self.device.type == "cpu" and size < SMALL else None  # of torch; None: as they are
         self.draws = self.device.type == "cuda" and find_spec("triton") is not None
         self.rows, self.room = rows, self.cache.room
         self.live: list[_Row] = []
@@ -124,10 +124,10 @@ class Engine:
         self.graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
         layers = self.cache.layers
         self.rewinds = all(isinstance(layer, LayerCache) and layer.places == self.room for layer in layers)
-        # Prompts in NumPy are read on a row of their own, by one list of calls for every power of two.
-        self.listed = min(self.room, MOST_LISTED) if self.in_numpy and small and self.rewinds else 0
+        # Short prompts in NumPy: tokens, the last one's place, the calls and what they make, by length
+        self.listed = min(self.room, LISTED // size) if self.in_numpy and self.rewinds else 0
         self.desk = model.empty_cache(1, self.room) if self.listed and rows > 1 else self.cache.rows(0, 1, level=True)
-        self.prompts: dict[int, tuple[list[Callable[[], Any]], Tensor, Tensor, Tensor]] = {}
+        self.prompts: dict[int, tuple[Tensor, Tensor, list[Callable[[], Any]], Tensor]] = {}
 
     def close(self) -> None:
         """Puts the model's mode back and frees what was made for decoding."""
@@ -231,32 +231,38 @@ class Engine:
         self._send(rows, tokens_B, logits_BV)
 
     def _by_list(self, part: Cache, ids: list[int], shared: int) -> Tensor:
-        """Reads a text into a row, in NumPy. Lists have lengths of their own, and what fills one up stays unseen."""
-        length = min(self.room, 1 << (len(ids) - shared - 1).bit_length())
+        """Reads a text into a row by a list of calls, on a row of the list's own.
+
+        There are lists for some lengths only. What fills a text up stays unseen.
+        """
+        length = 1 << (len(ids) - shared - 1).bit_length()
+        length = min(length * 3 // 4 if len(ids) - shared <= length * 3 // 4 else length, self.room)
         shared = min(shared, self.room - length)
-        desk, new = self.desk, ids[shared:]
-        desk.start_at(shared, ids[shared - 1] if shared else 0)
-        own, there = (
-            [x.numpy() for layer in cache.layers for x in layer.tensors()] if self.rows > 1 else []
-            for cache in (part, desk)
-        )
-        for x, kept in zip(there, own, strict=True):
-            x[:, :, :shared] = kept[:, :, :shared]
-        if length not in self.prompts:
-            self.prompts[length] = [], *torch.zeros(2, length, dtype=torch.int64).split(1), torch.empty(0)
-        calls, tokens_BT, ends_BT, logits_BV = self.prompts[length]
-        tokens_BT.numpy()[0, : len(new)], ends_BT.numpy()[0, 0] = new, len(new) - 1
-        for call in calls:
-            call()
-        if not calls:
-            desk.calls = calls
-            logits_BV = self.model.logits(tokens_BT, desk, last=ends_BT[:, 0])[:, -1, : self.vocab]
-            self.prompts[length] = calls, tokens_BT, ends_BT, logits_BV
-        for x, kept in zip(there, own, strict=True):
-            kept[:, :, shared : len(ids)] = x[:, :, shared : len(ids)]
+        self.desk.start_at(shared, ids[shared - 1] if shared else 0)
+        caches = (part, self.desk) if self.rows > 1 else ()
+        arrays = ([x.numpy() for layer in cache.layers for x in layer.tensors()] for cache in caches)
+        pairs = list(zip(*arrays, strict=True))
+        for own_BGSD, x_BGSD in pairs:
+            x_BGSD[:, :, :shared] = own_BGSD[:, :, :shared]
+        known = self.prompts.get(length)
+        if known is None:
+            tokens_BT, ends_B = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        else:
+            tokens_BT, ends_B = known[:2]
+        tokens_BT.numpy()[0, : len(ids) - shared] = ids[shared:]
+        ends_B.fill_(len(ids) - shared - 1)
+        if known is None:
+            self.desk.calls = []
+            logits_BV = self.model.logits(tokens_BT, self.desk, last=ends_B)[:, -1, : self.vocab]
+            known = self.prompts[length] = tokens_BT, ends_B, self.desk.calls, logits_BV
+        else:
+            for call in known[2]:
+                call()
+        for own_BGSD, x_BGSD in pairs:
+            own_BGSD[:, :, shared : len(ids)] = x_BGSD[:, :, shared : len(ids)]
         part.length_B.fill_(len(ids))
         part.last_B1.fill_(ids[-1])
-        return logits_BV
+        return known[3]
 
     def _go_on(self, row: _Row) -> None:
         """A row that is full: from the second half of its text, or not at all."""

@@ -243,7 +243,8 @@ class RowOperations(Operations):
             v_NGD = self._made(np.add, v_NGD, rows_NGD)
         y_NHD = np.empty((len(qk_NAD), heads, size), np.float32)
         # Queries of a group are arranged like positions where there is one position.
-        shape, axes = (self.rows, self.length, groups, -1, size), (0, 2, 1, 3, 4) if self.length == 1 else (0, 2, 3, 1, 4)
+        axes = (0, 2, 1, 3, 4) if self.length == 1 else (0, 2, 3, 1, 4)
+        shape = self.rows, self.length, groups, -1, size
         q_BGPCD, y_BGPCD = (x_NHD.reshape(shape).transpose(axes) for x_NHD in (qk_NAD[:, :heads], y_NHD))
         new_BTGD = [x_NGD.reshape(*shape[:3], size) for x_NGD in (qk_NAD[:, heads:], v_NGD)]
         kept_BGSD = [own.cache.k_BGSD.numpy(), own.cache.v_BGSD.numpy()]
@@ -272,7 +273,7 @@ class RowOperations(Operations):
         if self.hidden_BTS is not None:
             np.copyto(score_BGPCS, -np.inf, where=self.hidden_BTS[:, None, None, :, :filled])
         if not bounded:
-            score_BGPCS -= np.maximum.reduce(score_BGPCS, 4, None, None, True)
+            score_BGPCS -= np.maximum.reduce(score_BGPCS, axis=4, keepdims=True)
         np.exp(score_BGPCS, score_BGPCS)
         sum_BGPC1 = np.matmul(score_BGPCS, self.ones_S1[:filled])
         np.divide(np.matmul(score_BGPCS, v_BGSD[:, :, None, :filled]), sum_BGPC1, y_BGPCD)

@@ -1,4 +1,5 @@
 import collections
+import dataclasses
 import random
 
 import pytest
@@ -149,22 +150,39 @@ KINDS = {
 }
 
 
-KINDS_OF_ONE_ROW = KINDS | {
+KINDS_IN_NUMPY = KINDS | {
     "learned": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "residual_scale": 0.5},
     "grouped values": {"family": "gpt", "kv_heads": 2, "value_tables": 1, "norm": "rmsnorm", "qk_norm": True},
+    "unbounded": {"family": "gpt", "norm": "plain-rmsnorm", "qk_norm": 5.0},
 }
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_ONE_ROW)
-def test_one_row_in_numpy_gives_the_logits_of_torch(kind):
-    model, text = lively_model(KINDS_OF_ONE_ROW[kind]), [3, 1, 4, 1, 5, 9, 2, 6]
-    caches = model.empty_cache(), model.empty_cache()
-    caches[1].arrays = {}
-    with torch.inference_mode():
-        for first, end in [(0, 3), *((place, place + 1) for place in range(3, 8))]:
-            one, other = (model.logits(torch.tensor([text[first:end]]), cache, last=True) for cache in caches)
-            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
-    assert caches[1].arrays, "the passes of one token used NumPy"
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", KINDS_IN_NUMPY)
+def test_passes_in_numpy_give_the_probabilities_of_torch(kind, rows):
+    model = lively_model(KINDS_IN_NUMPY[kind])
+    found = []
+    for in_numpy in (True, False):
+        engine = Engine(model, rows=rows, penalties=True)
+        assert engine.in_numpy
+        assert bool(engine.listed) == (kind not in ("windows", "eigenstates")), "prompts in NumPy need whole caches"
+        if not in_numpy:
+            engine.in_numpy, engine.listed = False, 0
+        asked = [engine.add(dataclasses.replace(one, logprobs=0)) for one in requests(7)]
+        while engine.busy:
+            engine.step()
+        assert bool(engine.graphs) == in_numpy, "calls are kept and made again"
+        found.append([(one.made, [own for own, _ in one.probabilities]) for one in asked])
+    for (made, own), (expected, likely) in zip(*found, strict=True):
+        assert made == expected
+        assert own == pytest.approx(likely, abs=2e-4)
+
+
+def test_a_long_prompt_is_read_by_torch_and_goes_on_in_numpy(monkeypatch):
+    model = lively_model({})
+    expected = list(uncached_tokens(model, range(20), count=30, sampling=GREEDY))
+    monkeypatch.setattr("flatout.generation.engine.LISTED", 5 * sum(weight.numel() for weight in model.parameters()))
+    assert list(generate_tokens(model, range(20), count=30, sampling=GREEDY)) == expected
 
 
 def requests(number: int) -> list[TextRequest]:
@@ -222,17 +240,12 @@ def test_prompts_are_read_together_and_in_their_order(monkeypatch):
     """As on a GPU, where a pass over prompts stops all live rows."""
     model, reads, began = lively_model({}), [], {}
 
-    def played(engine, rows):
-        logits_BV = torch.empty(rows, VOCAB)
-        return lambda: logits_BV.copy_(engine._pass(rows)), logits_BV
-
     begin = Engine._begin
-    monkeypatch.setattr(Engine, "_recorded", played)
     monkeypatch.setattr(
         Engine, "_begin", lambda engine, rows, *more: (reads.append(len(rows)), begin(engine, rows, *more))
     )
     engine = Engine(model, rows=4)
-    engine.kernels = True
+    engine.kernels, engine.in_numpy, engine.listed = True, False, 0
     made = [TextRequest(ids=[1, 5, number], count=5 + number % 7, sampling=GREEDY) for number in range(20)]
     for request in made:
         engine.add(request)

@@ -40,6 +40,7 @@ from flatout.checkpoints.checkpoint import (
 from flatout.checkpoints.checkpoint_files import BEST, sealed
 from flatout.checkpoints.run_folder import checkpoints_of
 from flatout.config.sections import keeps_best
+from flatout.device import out_of_memory
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.monitor import look_at_eigenstates, notices_at
 from flatout.engine.recovery import fitting_evaluation
@@ -53,7 +54,6 @@ from flatout.generation.engine import generate_tokens
 from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import adapter_tensors
 from flatout.records import CheckpointRecord, EvalRecord, Record, SampleRecord
-from flatout.resolve.fit_check import out_of_memory
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -29,20 +29,17 @@ from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, v
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
 from flatout.config.load import LoadedConfig, load_stored, with_values
 from flatout.config.source import Source
-from flatout.data.chat_template import ChatTemplate, load_template, read_templates, template_from_json
+from flatout.data.chat_template import ChatTemplate, load_template, read_templates, stops_of, template_from_json
 from flatout.data.library_tokenizers import ModelTokenizer
-from flatout.data.masking import stops_of
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import own_tokenizer, read_model_tokenizer
-from flatout.device import Device, arithmetic, detect_device
-from flatout.engine.custom import CustomModel, CustomParts, ModelFromPython, check_same_parts, customize, structure_of
-from flatout.engine.setup import only_adapters
+from flatout.device import Device, arithmetic, detect_device, out_of_memory
 from flatout.errors import CheckpointError, DataError, UsageError, quoted
 from flatout.files import disk_errors
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
-from flatout.model.gpt import GPT, build_model
+from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import DTYPES, Description, description_of, model_type_of, read_description
 from flatout.model.hub_folder import export_huggingface, find_model, load_described
 from flatout.model.merge import Retention
@@ -50,14 +47,12 @@ from flatout.model.merge import merge as merge_adapters
 from flatout.model.quantize import narrow_linears
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
-from flatout.resolve.case import Probes, no_triton
-from flatout.resolve.checks import way_to_export
-from flatout.resolve.fit_check import out_of_memory
-from flatout.resolve.switches import scan_for
 from flatout.shown import ShortlyShown, Shown
 
+# The rooms of training are imported where they are needed: a first token need not wait for them.
 if TYPE_CHECKING:
     from flatout.data.batch import TrainingData
+    from flatout.engine.custom import CustomModel, ModelFromPython
 
 WEIGHTS = ("auto", "fp32", "bf16", "int8")
 
@@ -68,7 +63,7 @@ WEIGHTS = ("auto", "fp32", "bf16", "int8")
 class LoadedModel(ShortlyShown):
     """A trained model ready to use, in evaluation mode on its device."""
 
-    model: GPT | CustomModel
+    model: "GPT | CustomModel"
     tokenizer: Tokenizer
     device: Device
     origin: Path
@@ -122,7 +117,11 @@ class LoadedModel(ShortlyShown):
     @property
     def kernels(self) -> bool:
         """Whether text is decoded by kernels of ours in recorded graphs."""
-        return self.device.kind == "cuda" and no_triton(self.device, Probes()) is None
+        if self.device.kind != "cuda":
+            return False
+        from flatout.resolve.case import Probes, no_triton
+
+        return no_triton(self.device, Probes()) is None
 
     @property
     def config(self):  # of the type of `LoadedConfig.config`
@@ -146,7 +145,7 @@ def load_model(
     device: str = "auto",
     best: bool = True,
     base: str | None = None,
-    model: ModelFromPython | None = None,
+    model: "ModelFromPython | None" = None,
     weights: str = "fp32",
 ) -> LoadedModel:
     """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
@@ -168,7 +167,7 @@ def load_model(
 
 
 def _load(
-    path: str | Path | None, *, device: str, best: bool, base: str | None, model: ModelFromPython | None
+    path: str | Path | None, *, device: str, best: bool, base: str | None, model: "ModelFromPython | None"
 ) -> LoadedModel:
     origin = newest_run() if path is None else Path(path)
     found = detect_device(device)
@@ -205,7 +204,7 @@ def _load_folder(folder: Path, device: Device) -> LoadedModel:
     )
 
 
-def _load_checkpoint(folder: Path, device: Device, base: str | None, given: ModelFromPython | None) -> LoadedModel:
+def _load_checkpoint(folder: Path, device: Device, base: str | None, given: "ModelFromPython | None") -> LoadedModel:
     checkpoint = read_checkpoint(folder)
     settings, state = load_stored(checkpoint.config), checkpoint.state
     if given is None:
@@ -218,6 +217,8 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
         settings = with_values(settings, {"model.init_from": base}, Source("python", "base"))
     config = settings.config
     if config.lora.rank:
+        from flatout.engine.setup import only_adapters
+
         model, description = base_of(config.model, config.lora.quantize, state.get("base"), named=base is not None)
         adapters = attach(model, adapter_plan(config.lora), seed=0)
         only_adapters(adapters).assign(checkpoint.model, str(folder))
@@ -225,12 +226,14 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
         vocab = vocab_in(state)
         if given is None:
             check_own_weights(config.model, vocab, checkpoint.model, str(folder))
-        model = build_model(config.model, vocab)
-        if given is not None:
-            model = customize(model, given, seed=config.train.seed)
+            model = empty_model(config.model, vocab)
+            assign_weights(model, checkpoint.model, str(folder))
+        else:
+            from flatout.engine.custom import CustomParts, check_same_parts, customize, structure_of
+
+            model = customize(build_model(config.model, vocab), given, seed=config.train.seed)
             check_same_parts({**state, "given_model": structure_of(model)}, state)
-        assign_weights(model, checkpoint.model, str(folder))
-        if given is not None:
+            assign_weights(model, checkpoint.model, str(folder))
             CustomParts(given).restore_buffers(model, checkpoint.run)
         if state.get("described"):
             description = described_checkpoint(config.model, state, folder, tokenizer.end_of_text)
@@ -342,8 +345,10 @@ def _tokenizer_of(description: Description) -> Tokenizer:
     return tokenizer
 
 
-def _ready(model: GPT | CustomModel, device: Device) -> GPT | CustomModel:
+def _ready(model: "GPT | CustomModel", device: Device) -> "GPT | CustomModel":
     if isinstance(model, GPT) and model.eigenstates:
+        from flatout.resolve.switches import scan_for
+
         model.use(dataclasses.replace(model.execution, scan=scan_for(device)))
     with out_of_memory():
         return model.to(device.torch_device).eval()
@@ -506,6 +511,8 @@ def _check_exportable(loaded: LoadedModel) -> None:
     try:
         model_type_of(loaded.model.config)
     except CheckpointError as error:
+        from flatout.resolve.checks import way_to_export
+
         raise CheckpointError(error.message, way_to_export(loaded.config)) from None
 
 

@@ -10,6 +10,7 @@ Shape legend: B batch, T positions of this call, S positions of a cache, H query
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,8 +128,8 @@ class Cache:
         self.most = 0  # filled positions of every row, or at least those of the longest; 0 if only the device knows
         self.level = True  # all rows have the same length; set to False to join unequal rows, or to record a pass
         self.kernels = False  # single tokens go through the kernels for decoding, which need rows that are not level
-        # Views of weights for single tokens of one row in NumPy (model/row_operations.py); None: in torch
-        self.arrays: dict[Any, Any] | None = None
+        # Takes the calls of a pass in NumPy (model/row_operations.py); None: a pass in torch
+        self.calls: list[Callable[[], Any]] | None = None
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.last_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # the last token of each row
 

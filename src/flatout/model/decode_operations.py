@@ -125,7 +125,9 @@ class DecodeOperations(Operations):
     def hand_on(self, stream: Stream) -> Stream:
         return stream
 
-    def logits(self, stream: Stream, norm: Norm, head: Any, table_VW: Tensor | None) -> Tensor:
+    def logits(
+        self, stream: Stream, norm: Norm, head: Any, table_VW: Tensor | None, last: bool | Tensor = False
+    ) -> Tensor:
         weight_VW: Any = table_VW if head.weight is None else head.weight
         if head.int8 is not None:
             weights = Weights(head.int8.weight, head.int8.scale_N)

@@ -140,7 +140,7 @@ class GPT(nn.Module):
         """
         do, stream = self._through_blocks(tokens_BT, cache, layout)
         with self._eager(decoding=True):
-            whole = do.logits(stream, self.norm, self.head, self._table)
+            whole = do.logits(stream, self.norm, self.head, self._table, last)
             if whole is not None:
                 return whole
             hidden_BTW = do.add_norm(stream, self.norm)[1].view(*tokens_BT.shape, -1)
@@ -177,20 +177,22 @@ class GPT(nn.Module):
                 raise ValueError(f"{last} positions do not fit a cache of {cache.room}")
         if last > config.context:
             raise ValueError(f"{last} positions do not fit the context of {config.context}")
-        do, all_narrow = self._begin(cache, one=shape[1] == 1)
+        do, all_narrow = self._begin(cache, tokens_BT)
         tokens_BT, layout = do.arrange(tokens_BT, layout, config.context)
         decoding = None if cache is None else cache.begin(shape[1])
         places = slice(0, tokens_BT.shape[1]) if decoding is None else decoding.places
         places = places if layout is None else layout.positions_BT
-        positions_TW = None if self.positions is None else self.positions(places)
-        shared = Shared(do, None if self.rotary is None else self.rotary(places), layout, decoding, window=window)
+        positions_TW = None if self.positions is None else do.at(self.positions, places)
+        turn = None if self.rotary is None else do.at(self.rotary, places)
+        shared = Shared(do, turn, layout, decoding, window=window)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
         first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
         pairs = zip(seeds[::2], seeds[1::2], strict=True)
         x_BTW = self.embedding(tokens_BT, do, positions_TW)
         if self.bigram is not None:
-            x_BTW = do.add_rows(x_BTW, self._bigrams(tokens_BT, places, cache), self.bigram.weight)
+            ids_BT = do.at(functools.partial(self._bigrams, tokens_BT, cache), places)
+            x_BTW = do.add_rows(x_BTW, ids_BT, self.bigram.weight)
         if config.embedding_norm:
             x_BTW = do.unit_norm(x_BTW, config.norm_eps)
         if dropout > 0.0:
@@ -212,27 +214,27 @@ class GPT(nn.Module):
             cache.advance(tokens_BT)
         return do, stream
 
-    def _bigrams(self, tokens_BT: Tensor, places: slice | Tensor, cache: Cache | None) -> Tensor:
+    def _bigrams(self, tokens_BT: Tensor, cache: Cache | None, places: slice | Tensor) -> Tensor:
         """Ids of pairs: each token with the one before it. At position 0 a text starts."""
         if isinstance(places, slice):
             places = torch.arange(places.start, places.stop, device=tokens_BT.device)
         before_B1 = tokens_BT[:, :1] if cache is None else cache.last_B1
         return bigram_ids(tokens_BT, before_B1, places == 0, self.config.bigram_rows)
 
-    def _begin(self, cache: Cache | None, *, one: bool) -> tuple[Operations, Sequence[NarrowBlock]]:
+    def _begin(self, cache: Cache | None, tokens_BT: Tensor) -> tuple[Operations, Sequence[NarrowBlock]]:
         """The form of operations for this pass, and each block's weight copies in narrower types, up to date.
 
-        With a cache it is torch's form, or for `one` token of every row that of the kernels for decoding or NumPy's.
+        With a cache it is torch's form, NumPy's, or for one token of every row that of the kernels for decoding.
         """
         how, nothing = self.execution, [NarrowBlock()] * len(self.blocks)
-        if cache is not None and cache.kernels and one:
+        if cache is not None and cache.kernels and tokens_BT.shape[1] == 1:
             from flatout.model.decode_operations import DecodeOperations
 
             return DecodeOperations(how, product_type(self.embedding.weight), self.copies), nothing
-        if cache is not None and cache.arrays is not None and one and cache.level and len(cache.length_B) == 1:
+        if cache is not None and cache.calls is not None:
             from flatout.model.row_operations import RowOperations
 
-            return RowOperations(how, cache.arrays), nothing
+            return RowOperations(how, cache, tokens_BT), nothing
         if how.kernels != "triton" or cache is not None:
             return Operations(how), nothing
         from flatout.model.kernel_operations import FrozenOperations, KernelOperations

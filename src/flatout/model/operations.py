@@ -19,7 +19,7 @@ Shape legend: B batch, T positions of this call, H query heads, G key/value head
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -244,6 +244,10 @@ class Operations:
         """Seeds for `count` places of dropout, drawn from torch's random state; None if the form needs none."""
         return [None] * count
 
+    def at(self, table: Callable[[Any], Any], places: slice | Tensor) -> Any:
+        """What a table has for these positions."""
+        return table(places)
+
     def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
         """First values of the residual stream; positions are [T, W], or [B, T, W] where rows differ."""
         x_BTW = F.embedding(tokens_BT, table_VW)
@@ -370,8 +374,10 @@ class Operations:
             h = F.gelu(h, approximate="tanh")
         return Branch(down(h))
 
-    def logits(self, stream: Stream, norm: Norm, head: nn.Module, table_VW: Tensor | None) -> Tensor | None:
-        """Norm and head in one operation; None if this form has no such operation."""
+    def logits(
+        self, stream: Stream, norm: Norm, head: nn.Module, table_VW: Tensor | None, last: bool | Tensor
+    ) -> Tensor | None:
+        """Norm and head in one operation, of all or the `last` positions; None if this form has no such operation."""
         return None
 
     def hand_on(self, stream: Stream) -> Stream:

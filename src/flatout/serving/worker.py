@@ -23,6 +23,7 @@ from typing import Any
 
 from flatout.data.chat_template import TemplateRefusal
 from flatout.data.library_tokenizers import ModelTokenizer
+from flatout.device import out_of_memory
 from flatout.errors import UsageError, UserError
 from flatout.front.models import LoadedModel, load_model, template_of
 from flatout.front.texts import chat_prompt
@@ -30,7 +31,6 @@ from flatout.generation.engine import Engine, TextRequest, fitting_rows, no_prob
 from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
 from flatout.model.gpt import GPT
-from flatout.resolve.fit_check import out_of_memory
 from flatout.serving.fields import Refused
 
 EVERY = 0.05  # seconds between two events of a text

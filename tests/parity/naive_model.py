@@ -29,12 +29,14 @@ def naive_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> Te
         own = {name.removeprefix(f"blocks.{layer}."): x for name, x in weights.items() if _inside(name, layer)}
         if config.first_mix:
             stream = [own["mix"][0] * x + own["mix"][1] * x0 for x, x0 in zip(stream, first, strict=True)]
-        h = [_norm(config, own, "attention_norm", x) for x in stream]
+        h = [_before(config, own, "attention_norm", x) for x in stream]
         rows = _value_rows(config, weights, layer, tokens)
         mixed = _eigenstates(config, own, layer, h) if kind == "E" else _attention(config, own, kind, h, rows)
+        mixed = [_after(config, own, "attention_out_norm", y) for y in mixed]
         stream = [x + _scaled(own, "attention_scale", y) for x, y in zip(stream, mixed, strict=True)]
-        h = [_norm(config, own, "mlp_norm", x) for x in stream]
-        stream = [x + _scaled(own, "mlp_scale", _mlp(config, own, y)) for x, y in zip(stream, h, strict=True)]
+        h = [_before(config, own, "mlp_norm", x) for x in stream]
+        made = [_after(config, own, "mlp_out_norm", _mlp(config, own, y)) for y in h]
+        stream = [x + _scaled(own, "mlp_scale", y) for x, y in zip(stream, made, strict=True)]
     head = weights["embedding.weight"] if config.tied else weights["head.weight"]
     logits = torch.stack([head @ _norm(config, weights, "norm", x) for x in stream])
     cap = config.logit_cap
@@ -61,6 +63,14 @@ def _scaled(own: Weights, name: str, x: Tensor) -> Tensor:
 def _linear(own: Weights, name: str, x: Tensor) -> Tensor:
     y = own[f"{name}.weight"] @ x
     return y + own[f"{name}.bias"] if f"{name}.bias" in own else y
+
+
+def _before(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
+    return x if config.norm_place == "after" else _norm(config, own, name, x)
+
+
+def _after(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
+    return x if config.norm_place == "before" else _norm(config, own, name, x)
 
 
 def _norm(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
@@ -105,13 +115,21 @@ def _attention(
     groups = config.kv_heads or heads
     queries, keys, values = [], [], []
     for place, x in enumerate(h):
-        parts = _linear(own, "attention.qkv", x).split(size)
+        made = _linear(own, "attention.qkv", x)
+        if config.qk_norm_whole:
+            q, k, v = made.split([heads * size, groups * size, groups * size])
+            q, k = (
+                config.qk_scale * _rms(config, own.get(f"attention.{name}_norm.weight"), part)
+                for name, part in (("q", q), ("k", k))
+            )
+            made = torch.cat([q, k, v])
+        parts = made.split(size)
         ready = []
         for number, part in enumerate(parts[: heads + groups]):
-            if config.qk_norm:
+            if config.qk_norm and not config.qk_norm_whole:
                 part = _rms(config, own.get(f"attention.{'q' if number < heads else 'k'}_norm.weight"), part)
                 part = config.qk_scale * part
-            ready.append(_turned(config, part, place) if config.positions == "rope" else part)
+            ready.append(_turned(config, part, place) if config.positions == "rope" and kind != "N" else part)
         queries.append(ready[:heads])
         keys.append(ready[heads:])
         parts = parts[heads + groups :]

@@ -43,6 +43,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "vocab_size": 101, "rms_norm_eps": 1e-2}),
     "qwen3": ("Qwen3", {"head_dim": 14}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": None}),
+    "smollm3-untied": ("SmolLM3", {"no_rope_layers": [0, 1, 1], "tie_word_embeddings": False, "pad_token_id": None}),
+    "olmo2": ("Olmo2", {"pad_token_id": None}),
+    "olmo2-tied": ("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 6, "pad_token_id": None,
+                             "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 10, "rms_norm_eps": 1e-2}),
 }  # fmt: skip
 

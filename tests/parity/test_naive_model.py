@@ -40,6 +40,9 @@ KINDS = {
     "eigenstates": {"pattern": "E", "bias": True},
     "first mix": {"first_mix": True, "bias": True, "norm": "layernorm", "pattern": "AE", "residual_scale": 0.7},
     "record": {"layers": 3, "value_tables": 1, "head_gate": True, "first_mix": True, "bigram_rows": 19, **RECORD},
+    "no positions": {"pattern": "NA", "kv_heads": 2, "qk_norm": False},
+    "norms after": {"norm_place": "after", "qk_norm_whole": True, "qk_norm": 1.2, "kv_heads": 2, "bias": True,
+                    "residual_scale": 0.7},
     "mixed": {"pattern": "EWA", "layers": 3, "positions": "learned"},
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -46,8 +46,6 @@ def test_formats_set_only_fields_of_their_own_feature(kind: str):
 
 
 def test_the_defaults_of_the_family_gpt_can_be_exported():
-    for feature in FEATURES:
-        assert all(getattr(DEFAULT, name) == value for name, value in feature.llama.only.items()), feature.fields
     assert description_of(DEFAULT, 11, dtype="float32")["model_type"] == "qwen3"
 
 

@@ -248,7 +248,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no type": (lambda f: change(f, model_type=...), r"a model of type null, which is not supported"),
     "another type": (lambda f: change(f, model_type="mamba"), r"type 'mamba', which is not supported"),
     "type is a list": (lambda f: change(f, model_type=["llama"]), r"not supported"),
-    "smollm3": (lambda f: change(f, model_type="smollm3"), r"'smollm3', which is not supported"),
     "remote code": (
         lambda f: change(f, model_type="mine", auto_map={"AutoModel": "m.M"}),
         r"type 'mine', which is not supported",
@@ -457,7 +456,7 @@ def test_a_model_of_another_shape_is_not_filled(tmp_path):
         ({"logit_cap": 30.0, "norm": "plain-rmsnorm", "qk_norm": 1.2}, "model.logit_cap=null"),
         ({"embedding_norm": True}, "model.embedding_norm=false"),  # tied, as it comes
         ({"bias": True}, "model.qk_norm=false"),
-        ({"qkv_bias": True}, "model.qk_norm=false"),
+        ({"qkv_bias": True}, "model.qkv_bias=null"),
         ({"bias": True, "qkv_bias": False}, "model.qk_norm=false model.qkv_bias=null"),
         ({"width": 30, "head_size": 8, "qk_norm": False}, "model.qk_norm=true"),
         ({"width": 30, "head_size": 8, "bias": True}, "model.bias=false"),

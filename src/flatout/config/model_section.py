@@ -12,10 +12,12 @@ from flatout.config.yaml_loader import format_value
 # of gpt2 are fixed: with other values it would not be GPT-2, and other libraries could not take its weights.
 GPT2: dict[str, Any] = {
     "norm": "layernorm",
+    "norm_place": "before",
     "positions": "learned",
     "mlp": "gelu",
     "bias": True,
     "qk_norm": False,
+    "qk_norm_whole": False,
     "embedding_norm": False,
     "residual_scale": None,
     "logit_cap": None,
@@ -30,6 +32,12 @@ GPT2: dict[str, Any] = {
     "value_tables": 0,
     "head_gate": False,
     "bigram_rows": 0,
+}
+
+# The values that our kernels know. A model with others uses torch's operations, in training and in decoding.
+_IN_KERNELS: dict[str, tuple[Any, ...]] = {
+    "norm_place": ("before",),
+    "qk_norm_whole": (False,),
 }
 
 STATE_HEADS = 8  # of an E block, or as many as divide its states
@@ -48,8 +56,8 @@ class ModelConfig(Section):
     """Key and value heads per block, fewer than heads for grouped-query attention; null means heads."""
     head_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Size of each head; null means width over heads."""
-    pattern: Annotated[str, Field(pattern=r"^[AEW]{1,1000}$")] = "A"
-    """Kinds of blocks, a letter each, over and over: A full attention, W a sliding window, E states."""
+    pattern: Annotated[str, Field(pattern=r"^[AENW]{1,1000}$")] = "A"
+    """Kinds of blocks, over and over: A full attention, N the same without positions, W a sliding window, E states."""
     window: Annotated[int, Field(ge=1, le=2**24)] = 1024
     """Tokens that attention of a W block reaches, the token itself included."""
     states: Annotated[int, Field(ge=1, le=65536)] = 128
@@ -60,6 +68,8 @@ class ModelConfig(Section):
     """Number of token ids; null takes the tokenizer's."""
     norm: Literal["rmsnorm", "layernorm", "plain-rmsnorm"] = "rmsnorm"
     """Normalisation before attention and MLP; plain-rmsnorm has no weights, nor have norms of queries and keys then."""
+    norm_place: Literal["before", "after", "both"] = "before"
+    """Norms of attention and MLP: of what goes in, of what comes out, or both."""
     norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-5
     """What norms add to the mean square or variance before the root."""
     embedding_norm: bool = False
@@ -90,6 +100,8 @@ class ModelConfig(Section):
     """Bias of the projection to queries, keys and values; null follows bias."""
     qk_norm: bool | Annotated[float, Field(gt=0.0, le=100.0)] = True
     """RMS-normalise queries and keys per head before the product; a number multiplies both after that."""
+    qk_norm_whole: bool = False
+    """Norms of queries and keys go over all heads together."""
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     """Initial value of learned scales on both residual branches; null has no scales."""
     logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
@@ -154,6 +166,12 @@ class ModelConfig(Section):
         return self.norm != "plain-rmsnorm"
 
     @property
+    def beyond_kernels(self) -> tuple[str, ...]:
+        """The settings that our kernels do not have."""
+        found = {field: getattr(self, field) for field in _IN_KERNELS}
+        return tuple(f"model.{name}={format_value(x)}" for name, x in found.items() if x not in _IN_KERNELS[name])
+
+    @property
     def queries(self) -> int:
         """Values in the queries of one token, over all heads: what attention hands to its output projection."""
         return self.heads * self.size
@@ -187,6 +205,13 @@ class ModelConfig(Section):
             )
         if set(self.pattern) != {"A"} and self.family == "gpt2":
             raise Conflict(f"pattern is {self.pattern}, and GPT-2 has full attention only", "set model.family=gpt")
+        if "N" in self.pattern and self.positions != "rope":
+            raise Conflict(
+                f"pattern is {self.pattern}, and blocks of kind N are for models with rotary positions in others",
+                "set model.positions=rope, or write A instead of N",
+            )
+        if self.qk_norm_whole and not self.qk_norm:
+            raise Conflict("qk_norm_whole is set, and there are no norms of queries and keys", "set model.qk_norm=true")
         if "W" in self.pattern and self.dropout > 0:
             raise Conflict("attention within a window has no dropout", "set model.dropout=0, or model.pattern=A")
         if self.positions == "rope" and self.head_size is not None and self.head_size % 2:

@@ -35,11 +35,14 @@ _OF_BLOCKS = {
     "train.window_stages": "W",
     **dict.fromkeys(("model.states", "speed.scan"), "E"),
     **{
-        f"model.{name}": "AW"
-        for name in ("kv_heads", "head_size", "qkv_bias", "qk_norm", "head_gate", "rope_base",
-                     "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
+        f"model.{name}": letters
+        for letters, names in {
+            "ANW": ("kv_heads", "head_size", "qkv_bias", "qk_norm", "qk_norm_whole", "head_gate"),
+            "AW": ("rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context"),
+        }.items()
+        for name in names
     },
-    "speed.attention": "AW",
+    "speed.attention": "ANW",
 }  # fmt: skip
 
 
@@ -79,7 +82,7 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                 why = f"no block of model.pattern={config.model.pattern} is {kinds}"
                 if set(letters) & set(config.model.pattern):
                     why += f" where model.layers={config.model.layers}"
-                pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
+                pattern = {"W": "WWWA"}.get(letters, "EEEA")
                 yield path, why, f"set a pattern with {kinds}, such as model.pattern={pattern}, or leave {path} out"
         yield from _unused_rotary(config.model)
     chosen = config.optim.optimizer
@@ -114,7 +117,7 @@ def _fields(section: str, but: str = "") -> list[str]:
     return [f"{section}.{name}" for name in names_in(section) if name != but]
 
 
-_CALLED = {"A": "full attention (A)", "W": "windows (W)", "E": "eigenstates (E)"}
+_CALLED = {"A": "full attention (A)", "N": "no positions (N)", "W": "windows (W)", "E": "eigenstates (E)"}
 
 
 def cut_pattern(model: ModelConfig) -> str | None:

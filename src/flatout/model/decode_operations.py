@@ -85,7 +85,7 @@ class DecodeOperations(Operations):
 
     def attention(self, mixer: Any, made: Any, shared: Shared, own: Own) -> Any:
         assert shared.decoding is not None
-        cache, norms = own.cache, mixer.norms
+        cache, norms, turn = own.cache, mixer.norms, mixer.turn_in(shared)
         rows = len(made.qkv_RC)
         return attend(
             made.qkv_RC,
@@ -95,7 +95,7 @@ class DecodeOperations(Operations):
             cache.done_BG,
             heads=mixer.heads,
             window=mixer.window_in(shared),
-            turn=None if shared.turn is None else (shared.turn[0].view(rows, -1), shared.turn[1].view(rows, -1)),
+            turn=None if turn is None else (turn[0].view(rows, -1), turn[1].view(rows, -1)),
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].scale),
             values=None if not made.values else own.values.flatten(0, 1),
             gates_RC=made.gates_RC,

@@ -31,7 +31,34 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {**_LLAMA, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "qwen2": _QWEN2,
     "qwen3": {**_QWEN2, "head_dim": 128},
+    "smollm3": {
+        "num_key_value_heads": 4, "max_position_embeddings": 32768, "bos_token_id": 128000, "eos_token_id": 128001,
+        "pad_token_id": 128004, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4,
+    },
+    "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279, "pad_token_id": 1},
     "gpt2": {"n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256},
+}  # fmt: skip
+# What all models of a type have; the fields that are not here follow from the rest of a config.json.
+_LLAMA_FIELDS: dict[str, Any] = {
+    "family": "gpt",
+    "norm": "rmsnorm",
+    "norm_place": "before",
+    "positions": "rope",
+    "mlp": "swiglu",
+    "qk_norm": False,
+    "qk_norm_whole": False,
+    "logit_cap": None,
+    "qkv_bias": None,
+}
+_NO_BIAS = {**_LLAMA_FIELDS, "bias": False}
+FIXED: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA_FIELDS,
+    "mistral": _NO_BIAS,
+    "qwen3": {**_NO_BIAS, "qk_norm": True},
+    "qwen2": {**_NO_BIAS, "qkv_bias": True},
+    "smollm3": _LLAMA_FIELDS,
+    "olmo2": {**_NO_BIAS, "norm_place": "after", "qk_norm": True, "qk_norm_whole": True},
+    "gpt2": {"family": "gpt2"},
 }
 SUPPORTED = tuple(DEFAULTS)
 ANOTHER = f"use a model of type {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
@@ -127,20 +154,19 @@ class Format:
     """How a Hugging Face format states a feature.
 
     `keys` maps keys of config.json that hold a whole number to our fields. `read` turns other keys into fields and
-    refuses what our model lacks; `write` is the inverse, for a model type. `only` holds fields that have the same value
-    in all models of the format. `modules` maps names of their linear layers, norms and tables, without the prefix
-    `model.` or `transformer.`, to ours; `*` stands for the number of a block.
+    refuses what our model lacks; `write` is the inverse, for a model type. `modules` maps names of their linear
+    layers, norms and tables, without the prefix `model.` or `transformer.`, to ours; `*` stands for the number of a
+    block.
     """
 
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     read: Callable[[HubValues], Mapping[str, Any]] = lambda values: {}
     write: Callable[[ModelConfig, str], Mapping[str, Any]] = lambda model, kind: {}
-    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     modules: Callable[[ModelConfig], Mapping[str, Piece]] = lambda model: {}
 
     def fields(self, read: HubValues) -> dict[str, Any]:
         """Our fields from a config.json."""
-        return {**self.only, **{field: read.whole(key) for key, field in self.keys.items()}, **self.read(read)}
+        return {**{field: read.whole(key) for key, field in self.keys.items()}, **self.read(read)}
 
     def values(self, model: ModelConfig, kind: str) -> dict[str, Any]:
         """Keys of config.json for a model of the type `kind`."""
@@ -162,7 +188,7 @@ class ModelFeature:
     """A feature of the architecture.
 
     `fields`: its fields in `ModelConfig`; each field belongs to one feature.
-    `gpt2` and `llama` (also for mistral, qwen2 and qwen3): its formats. If neither has the feature, `no_export` gives
+    `gpt2` and `llama` (for all other types): its formats. If neither has the feature, `no_export` gives
     the reason, and `without` the values of a model that does not use it: any other value is refused by name.
     `fold`: for a feature that no format has but that can be folded into the weights of an exported model.
     `described=False`: its fields may differ from the folder that a model comes from.
@@ -191,12 +217,10 @@ def ours_alone(field: str, without: Any, why: str) -> ModelFeature:
 STREAM = ModelFeature(
     fields=("family", "layers", "width"),
     gpt2=Format(
-        only={"family": "gpt2"},
         keys={"n_embd": "width", "n_layer": "layers"},
         modules=lambda model: {"wte": Piece("embedding")},
     ),
     llama=Format(
-        only={"family": "gpt"},
         keys={"num_hidden_layers": "layers", "hidden_size": "width"},
         modules=lambda model: {"embed_tokens": Piece("embedding")},
     ),
@@ -210,13 +234,24 @@ CONTEXT = ModelFeature(
 )
 
 
+def _llama_norms(model: ModelConfig) -> dict[str, Piece]:
+    before, after = {"input_layernorm": "attention_norm"}, {"post_attention_layernorm": "attention_out_norm"}
+    after["post_feedforward_layernorm"] = "mlp_out_norm"
+    before["post_attention_layernorm" if model.norm_place == "before" else "pre_feedforward_layernorm"] = "mlp_norm"
+    named = {"before": before, "after": after, "both": before | after}[model.norm_place]
+    return {
+        **{f"layers.*.{theirs}": Piece(f"blocks.*.{ours}") for theirs, ours in named.items()},
+        "norm": Piece("norm"),
+    }
+
+
 def _norms_of_ones(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    names = ["norm", *(f"blocks.{layer}.{at}_norm" for layer in range(model.layers) for at in ("attention", "mlp"))]
-    return dict.fromkeys([f"{name}.weight" for name in names], weights["embedding.weight"].new_ones(model.width))
+    ones, places = weights["embedding.weight"].new_ones(model.width), range(model.layers)
+    return {f"{at.name.replace('*', str(n))}.weight": ones for at in _llama_norms(model).values() for n in places}
 
 
 NORM = ModelFeature(
-    fields=("norm", "norm_eps"),
+    fields=("norm", "norm_place", "norm_eps"),
     gpt2=Format(
         read=lambda read: read.check_gpt2(layer_norm_epsilon=(1e-5,)),
         write=lambda model, kind: {"layer_norm_epsilon": model.norm_eps},
@@ -227,14 +262,9 @@ NORM = ModelFeature(
         },
     ),
     llama=Format(
-        only={"norm": "rmsnorm"},
         read=lambda read: {"norm_eps": read.number("rms_norm_eps", 1e-6)},
         write=lambda model, kind: {"rms_norm_eps": model.norm_eps},
-        modules=lambda model: {
-            "layers.*.input_layernorm": Piece("blocks.*.attention_norm"),
-            "layers.*.post_attention_layernorm": Piece("blocks.*.mlp_norm"),
-            "norm": Piece("norm"),
-        },
+        modules=_llama_norms,
     ),
     fold=Fold(
         when=lambda model: not model.norm_weights,
@@ -327,18 +357,18 @@ ATTENTION = ModelFeature(
 def _scaled_norms(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Both scales go into the norm of queries, so that the keys' weights need no rounding."""
     found: dict[str, Tensor] = {}
+    queries, keys = (model.queries, model.keys) if model.qk_norm_whole else (model.size, model.size)
     for layer in range(model.layers):
-        for name, scale in (("q", model.qk_scale**2), ("k", 1.0)):
+        for name, scale, size in (("q", model.qk_scale**2, queries), ("k", 1.0, keys)):
             full = f"blocks.{layer}.attention.{name}_norm.weight"
-            weight = weights[full] if model.norm_weights else weights["embedding.weight"].new_ones(model.size)
+            weight = weights[full] if model.norm_weights else weights["embedding.weight"].new_ones(size)
             found[full] = weight.float() * scale
     return found
 
 
 QK_NORM = ModelFeature(
-    fields=("qk_norm",),
+    fields=("qk_norm", "qk_norm_whole"),
     llama=Format(
-        read=lambda read: {"qk_norm": read.kind == "qwen3"},  # there is no key for it
         modules=lambda model: {
             f"layers.*.self_attn.{x}_norm": Piece(f"blocks.*.attention.{x}_norm") for x in "qk" if model.qk_norm
         },
@@ -398,14 +428,22 @@ POSITIONS = ModelFeature(
         *(f"rope_{name}" for name in ("base", "scaling", "factor", "low", "high", "original_context")),
     ),
     gpt2=Format(modules=lambda model: {"wpe": Piece("positions")}),
-    llama=Format(only={"positions": "rope"}, read=_read_rope, write=_write_rope),
+    llama=Format(read=_read_rope, write=_write_rope),
 )
 
 
-def read_windows(read: HubValues, layers: int, context: int) -> dict[str, Any]:
-    """The fields of a sliding window; none if it is at least as long as the context."""
-    if read.kind not in ("mistral", "qwen2", "qwen3"):
+def read_pattern(read: HubValues, layers: int, context: int) -> dict[str, Any]:
+    """The fields of windows that are shorter than the context, and of layers without positions."""
+    if read.kind not in ("mistral", "qwen2", "qwen3", "smollm3"):
         return {}
+    if read.kind == "smollm3":
+        if read.flag("use_sliding_window") and read.get("sliding_window") is not None:
+            raise read.refuse("use_sliding_window is true, and windows are not supported beside no_rope_layers")
+        every, turned = read.whole("no_rope_layer_interval"), read.get("no_rope_layers")
+        turned = [int((layer + 1) % every != 0) for layer in range(layers)] if turned is None else turned
+        if not isinstance(turned, list) or len(turned) < layers or not set(map(str, turned)) <= {"0", "1"}:
+            raise read.refuse(f"no_rope_layers is {shorten(turned)}, not a 0 or 1 for each of {layers:,} layers", AGAIN)
+        return {"pattern": _shortest("".join("NA"[int(one)] for one in turned[:layers]))}
     types: Any = ["sliding_attention"] * layers
     if read.kind != "mistral":
         full = min(layers, read.whole("max_window_layers", least=0))
@@ -420,15 +458,30 @@ def read_windows(read: HubValues, layers: int, context: int) -> dict[str, Any]:
     if len(types) != layers:
         raise read.refuse(f"layer_types names {len(types):,} layers, and there are {layers:,}")
     kinds = "".join("W" if kind == "sliding_attention" else "A" for kind in types)
-    return {"pattern": kinds if len(set(kinds)) > 1 else kinds[0], "window": window}
+    return {"pattern": _shortest(kinds), "window": window}
+
+
+def _shortest(kinds: str) -> str:
+    """The shortest pattern that gives these blocks."""
+    lengths = range(1, len(kinds) + 1)
+    return next(kinds[:length] for length in lengths if (kinds[:length] * len(kinds)).startswith(kinds))
+
+
+# The letters that models of a type may have; of others, A alone.
+PATTERNS = {"smollm3": "AN"}
+
+
+def _write_pattern(model: ModelConfig, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if kind in ("qwen2", "qwen3", "smollm3"):
+        found = {"use_sliding_window": False, "sliding_window": None}
+    return found | ({"no_rope_layers": [int(one != "N") for one in model.kinds]} if kind == "smollm3" else {})
 
 
 PATTERN = ModelFeature(
     fields=("pattern", "window"),
     described=False,  # compared by the reach of attention, which a shorter context may make equal
-    llama=Format(  # `read_windows` reads windows once the context is known
-        write=lambda model, kind: {} if kind == "llama" else {"use_sliding_window": False, "sliding_window": None}
-    ),
+    llama=Format(write=_write_pattern),  # `read_pattern` reads it once the context is known
     no_export="only models whose blocks all have full attention can be exported; `flatout generate` runs this one",
 )
 
@@ -470,7 +523,6 @@ MLP = ModelFeature(
         },
     ),
     llama=Format(
-        only={"mlp": "swiglu"},
         read=_read_mlp,
         write=lambda model, kind: {"intermediate_size": mlp_width_of(model), "hidden_act": "silu"},
         modules=_llama_mlp,
@@ -488,17 +540,17 @@ def has_bias(model: ModelConfig, module: str) -> bool:
 
 
 def _read_bias(read: HubValues) -> dict[str, Any]:
-    attention = read.kind in ("llama", "qwen3") and read.flag("attention_bias")
-    mlp = read.kind == "llama" and read.flag("mlp_bias")
+    attention = read.kind in ("llama", "qwen3", "smollm3", "olmo2") and read.flag("attention_bias")
+    mlp = read.kind in ("llama", "smollm3") and read.flag("mlp_bias")
     if attention != mlp:
         stated = f"attention_bias is {format_value(attention)} and mlp_bias {format_value(mlp)}"
         raise read.refuse(f"{stated}; only both or none are supported")
-    return {"bias": attention, "qkv_bias": True if read.kind == "qwen2" else None}
+    return {"bias": attention}
 
 
 def _write_bias(model: ModelConfig, kind: str) -> dict[str, Any]:
-    keys = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
-    return dict.fromkeys(keys.get(kind, ()), model.bias)
+    keys = {"mistral": (), "qwen2": (), "qwen3": ("attention_bias",), "olmo2": ("attention_bias",)}
+    return dict.fromkeys(keys.get(kind, ("attention_bias", "mlp_bias")), model.bias)
 
 
 BIAS = ModelFeature(
@@ -534,6 +586,8 @@ DROPOUT = ModelFeature(
 START = ModelFeature(
     fields=("vocab", "init_from", "zero_init"),
     described=False,
+    # The row of a padding token would get no gradient there, and its id may be beyond the vocabulary.
+    llama=Format(write=lambda model, kind: {"pad_token_id": None} if "pad_token_id" in DEFAULTS[kind] else {}),
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )
 

@@ -223,8 +223,11 @@ class GPT(nn.Module):
         """The form of operations for this pass, and each block's weight copies in narrower types, up to date.
 
         With a cache it is torch's form, or for `one` token of every row that of the kernels for decoding or NumPy's.
+        What our kernels do not have is torch's form in every pass.
         """
         how, nothing = self.execution, [NarrowBlock()] * len(self.blocks)
+        if self.config.beyond_kernels:
+            return Operations(how), nothing
         if cache is not None and cache.kernels and one:
             from flatout.model.decode_operations import DecodeOperations
 

@@ -91,6 +91,25 @@ class LayerNorm(Norm):
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
+class JoinedNorm(RMSNorm):
+    """Of queries or keys: over all heads of a position together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
+
+
+class NoNorm(Norm):
+    """In the place of a norm where `model.norm_place` has none."""
+
+    centred = False
+
+    def __init__(self) -> None:
+        super().__init__(0, weight=False, bias=False, eps=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 def build_norm(config: ModelConfig, width: int) -> Norm:
     if config.norm == "layernorm":
         return LayerNorm(width, weight=True, bias=config.bias, eps=config.norm_eps)
@@ -210,7 +229,7 @@ class Shared:
     """Arguments that all blocks of a pass share."""
 
     operations: "Operations"
-    turn: Turn | None = None
+    turn: Turn | None = None  # `Attention.turn_in` has that of a block
     layout: DocumentLayout | None = None
     decoding: Decoding | None = None
     first: Any = None  # the first stream, if blocks mix it in
@@ -309,7 +328,7 @@ class Operations:
     def attention(self, mixer: Any, made: Heads, shared: Shared, own: Own) -> Tensor:
         """The heads' results side by side [B, T, H·D]. `mixer` is an `Attention`, which chooses the kernel."""
         qkv = (made.q_BHTD, made.k_BGTD, made.v_BGTD)
-        q_BHTD, k_BGTD, v_BGTD = self.prepare_heads(*qkv, mixer.norms, shared.turn)
+        q_BHTD, k_BGTD, v_BGTD = self.prepare_heads(*qkv, mixer.norms, mixer.turn_in(shared))
         if made.value_gates_BTG is not None:
             v_BGTD = self.add_values(v_BGTD, made.value_gates_BTG, own.values)
         y_BHTD = mixer.attend(q_BHTD, k_BGTD, v_BGTD, shared, own.cache)

@@ -112,8 +112,9 @@ class RowOperations(Operations):
             weights = self._layer(norms[0])[0], self._layer(norms[1])[0]
             if weights[0] is not None:
                 qk_AD = np.concatenate([qk_AD[:heads] * weights[0], qk_AD[heads:] * weights[1]])
-        if shared.turn is not None:
-            cos_D, sin_D = self._turn(shared.turn)
+        turn = mixer.turn_in(shared)
+        if turn is not None:
+            cos_D, sin_D = self._turn(turn)
             half = size // 2
             qk_AD = qk_AD * cos_D + np.concatenate([qk_AD[:, half:], qk_AD[:, :half]], axis=1) * sin_D
         if made.value_gates_G1 is not None:

@@ -169,6 +169,8 @@ def _kernels(case: SwitchContext) -> Answer:
         return Answer("torch", "they know no 4-bit weights")
     if case.own_model:
         return Answer("torch", FROM_PYTHON)
+    if case.model.beyond_kernels:
+        return Answer("torch", f"they do not know {', '.join(case.model.beyond_kernels)}")
     reason = case.no_triton or _adapters_beyond_kernels(case)
     if reason is None and asked.kernels == "auto":
         if asked.compile not in ("auto", "off"):

@@ -32,6 +32,7 @@ from tests.hub_folders import from_huggingface
 pytestmark = pytest.mark.usefixtures("children_stay")
 
 STREAM = ["data.source=many.jsonl", "data.tokenizer=bytes", "data.split=document"]
+LONGROPE = ["model.rope_scaling=longrope", "model.rope_factors=[1, 1, 1, 2, 2, 3, 4, 9]"]
 LLAMA3 = ["model.rope_scaling=llama3", "model.rope_original_context=64"]
 STATES = ["model.layers=2", "model.pattern=EA", "model.states=16"]
 WINDOWS = ["model.layers=2", "model.pattern=AW", "model.window=9"]
@@ -64,12 +65,16 @@ OTHER: dict[str, str | list[str]] = {
     "model.rope_low": [*LLAMA3, "model.rope_low=2.0"],
     "model.rope_high": [*LLAMA3, "model.rope_high=2.0"],
     "model.rope_original_context": [*LLAMA3, "model.rope_original_context=128"],
+    "model.rope_share": "0.5",
+    "model.rope_factors": [*LONGROPE, "model.rope_factors=[1, 2, 2, 2, 2, 3, 4, 9]"],
+    "model.rope_gain": [*LONGROPE, "model.rope_gain=1.5"],
     "model.mlp": "relu2",
     "model.mlp_width": "40",
     "model.bias": "true",
     "model.qkv_bias": "true",
     "model.qk_norm": "false",
     "model.qk_norm_whole": "true",
+    "model.fused_projections": "true",
     "model.residual_scale": "0.1",
     "model.logit_cap": "2.0",
     "model.first_mix": "true",
@@ -193,6 +198,7 @@ BESIDE: dict[str, list[str]] = {
     "model.states": STATES,
     "speed.scan": STATES,
     **{f"model.rope_{name}": LLAMA3 for name in ("low", "high", "original_context")},
+    **{f"model.rope_{name}": LONGROPE for name in ("factors", "gain")},
     "model.init_from": GPT2,
     "data.format": ["data.source=rows.txt"],
     "data.field": ["data.source=many.jsonl"],
@@ -217,8 +223,9 @@ BESIDE: dict[str, list[str]] = {
 # Read by the terminal alone, or about files beside the run: tests/end_to_end/test_cli.py counts lines and looks for
 # them. And what a CPU refuses when it is written:
 # tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
-# Several ranks: tests/end_to_end/test_many.py.
+# Several ranks: tests/end_to_end/test_many.py. What adapters go by: tests/parity/test_families.py.
 ELSEWHERE = {
+    "model.fused_projections",
     "output.log_every",
     "output.trackers",
     "parallel.form",
@@ -338,7 +345,8 @@ def test_a_field_of_the_model_that_is_accepted_changes_it(kind: str):
             check_used(loaded := load_config(PLAIN, [*pattern, own]))
         except ConfigError:
             continue
-        if value_at(loaded.config, field) == value_at(plain, field) or field in ("model.init_from", "model.pattern"):
+        same = value_at(loaded.config, field) == value_at(plain, field)
+        if same or field in ELSEWHERE or field in ("model.init_from", "model.pattern"):
             continue
         accepted += 1
         assert built(loaded.config.model) != before or (kind, field) == ("E", HEADS), f"{own} changes nothing"

@@ -154,10 +154,13 @@ def _attention(
 
 
 def _turned(config: ModelConfig, x: Tensor, place: int) -> Tensor:
-    half, angles = config.size // 2, []
+    turned = int(config.size * config.rope_share)
+    half, angles = turned // 2, []
     for i in range(half):
-        rate = config.rope_base ** (-2 * i / config.size)
-        if config.rope_scaling == "linear":
+        rate = config.rope_base ** (-2 * i / turned)
+        if config.rope_scaling == "longrope":
+            rate = rate / config.rope_factors[i]
+        elif config.rope_scaling == "linear":
             rate = rate / config.rope_factor
         elif config.rope_scaling == "llama3":
             turns = config.rope_original_context * rate / (2 * math.pi)
@@ -165,8 +168,10 @@ def _turned(config: ModelConfig, x: Tensor, place: int) -> Tensor:
             rate = (1 - kept) * rate / config.rope_factor + kept * rate
         angles.append(place * rate)
     turn = torch.polar(torch.ones(half, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
-    y = torch.complex(x[:half], x[half:]) * turn
-    return torch.cat([y.real, y.imag])
+    y = torch.complex(x[:half], x[half:turned]) * turn
+    if config.rope_scaling == "longrope":
+        y = y * config.rope_gain
+    return torch.cat([y.real, y.imag, x[turned:]])
 
 
 def _eigenstates(config: ModelConfig, own: Weights, layer: int, h: list[Tensor]) -> list[Tensor]:

@@ -43,6 +43,8 @@ KINDS = {
     "no positions": {"pattern": "NA", "kv_heads": 2, "qk_norm": False},
     "norms after": {"norm_place": "after", "qk_norm_whole": True, "qk_norm": 1.2, "kv_heads": 2, "bias": True,
                     "residual_scale": 0.7},
+    "fused": {"fused_projections": True, "rope_scaling": "longrope", "rope_factors": [1.0, 2.0, 3.5], "rope_gain": 1.2},
+    "part of a head": {"rope_share": 0.75, "qk_norm": 0.7, "head_size": 8, "kv_heads": 2},
     "mixed": {"pattern": "EWA", "layers": 3, "positions": "learned"},
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)

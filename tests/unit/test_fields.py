@@ -41,6 +41,8 @@ def test_formats_set_only_fields_of_their_own_feature(kind: str):
         "intermediate_size": 16,
         "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     }  # fmt: skip
+    if kind == "phi3":
+        stated["rope_scaling"] = {"rope_type": "longrope", "short_factor": [2.0]}
     for feature in FEATURES:
         assert set(feature.format(kind).fields(HubValues(stated, Path(), kind))) <= set(feature.fields)
 

@@ -148,6 +148,7 @@ KINDS = {
     "eigenstates": {"family": "gpt", "pattern": "EA", "states": 16},
     "no positions": {"pattern": "AN", "kv_heads": 2},
     "norms after": {"norm_place": "after", "qk_norm_whole": True, "kv_heads": 2},
+    "part of a head": {"rope_share": 0.75},
 }
 
 

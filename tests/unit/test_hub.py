@@ -34,6 +34,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "tied": False},
     "qwen2": {"qk_norm": False, "qkv_bias": True},
     "qwen3": {"head_size": 10},
+    "smollm3": {"qk_norm": False, "pattern": "AN"},
+    "olmo2": {"norm_place": "after", "qk_norm_whole": True, "head_size": 10},
+    "phi3": {
+        "qk_norm": False,
+        "fused_projections": True,
+        "pattern": "W",
+        "window": 9,
+        "rope_share": 0.7,
+        "rope_scaling": "longrope",
+        "rope_factors": [1.0, 2.5],
+        "rope_gain": 1.1,
+    },
 }
 
 
@@ -404,6 +416,50 @@ def test_a_damaged_folder_gives_one_clear_error(what, good, tmp_path):
     assert error.value.hint
     assert error.value.exit_code == 3
     assert len(error.value.message) < 600
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 8},
+            "windows are not supported beside no_rope_layers",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers is \[1\], not a 0 or 1 for each of 2 layers"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "not a 0 or 1"),
+        ("smollm3", {"no_rope_layers": 3}, "not a 0 or 1"),
+        ("smollm3", {"no_rope_layers": ..., "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ("olmo2", {"attention_bias": True}, "only both or none"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary scaling of type 'linear'"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "short_factor is null, not a list of numbers"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0]}},
+            "rope_factors has 1 numbers, and heads have 2",
+        ),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": ["1", 2]}}, "not a list of numbers"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "rope_share: "),
+        ("phi3", {"partial_rotary_factor": 0.1}, "rope_share 0.1 turns 0 of 6 channels"),
+    ],
+)
+def test_what_a_family_has_beyond_ours_is_refused_by_name(kind, values, message, tmp_path):
+    write(tmp_path / "m", kind)
+    read_description(tmp_path / "m")
+    change(tmp_path / "m", **values)
+    with pytest.raises(CheckpointError, match=message):
+        read_description(tmp_path / "m")
+
+
+def test_longrope_goes_as_far_as_its_short_factors(tmp_path):
+    write(tmp_path / "m", "phi3")
+    scaling = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0]}
+    change(tmp_path / "m", max_position_embeddings=128, original_max_position_embeddings=32, rope_scaling=scaling)
+    found = read_description(tmp_path / "m").config
+    assert (found.context, found.rope_factors) == (32, [1.0, 2.0])
+    assert found.rope_gain == pytest.approx((1 + 2 / 5) ** 0.5)
+    with pytest.raises(CheckpointError, match="the model has 32 positions, and 33 are asked for"):
+        read_description(tmp_path / "m", context=33)
 
 
 def test_gpt2_with_changes_is_refused(tmp_path):

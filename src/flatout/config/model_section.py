@@ -18,6 +18,7 @@ GPT2: dict[str, Any] = {
     "bias": True,
     "qk_norm": False,
     "qk_norm_whole": False,
+    "fused_projections": False,
     "embedding_norm": False,
     "residual_scale": None,
     "logit_cap": None,
@@ -38,6 +39,7 @@ GPT2: dict[str, Any] = {
 _IN_KERNELS: dict[str, tuple[Any, ...]] = {
     "norm_place": ("before",),
     "qk_norm_whole": (False,),
+    "rope_share": (1.0,),
 }
 
 STATE_HEADS = 8  # of an E block, or as many as divide its states
@@ -80,8 +82,10 @@ class ModelConfig(Section):
     """How the model knows where a token stands."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary frequencies."""
-    rope_scaling: Literal["linear", "llama3"] | None = None
-    """Rotary frequencies stretched for a longer context: all alike, or only the slow ones as Llama 3.1."""
+    rope_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of a head's channels that rotary positions turn, the first ones; the others stay as they are."""
+    rope_scaling: Literal["linear", "llama3", "longrope"] | None = None
+    """Rotary frequencies stretched for a longer context: all alike, the slow ones as Llama 3.1, or by rope_factors."""
     rope_factor: Annotated[float, Field(ge=1.0, le=1e6)] = 8.0
     """By how much rope_scaling slows rotary frequencies down."""
     rope_low: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
@@ -90,6 +94,10 @@ class ModelConfig(Section):
     """llama3 leaves frequencies of more turns in rope_original_context as they are."""
     rope_original_context: Annotated[int, Field(ge=1, le=2**24)] = 8192
     """Context that llama3's model had before it was stretched."""
+    rope_factors: list[Annotated[float, Field(gt=0.0, le=1e6)]] = Field(default=[])
+    """By how much longrope slows each rotary frequency down."""
+    rope_gain: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    """What longrope multiplies turned channels with."""
     mlp: Literal["swiglu", "relu2", "gelu"] = "swiglu"
     """Feed-forward kind; gelu is the tanh form."""
     mlp_width: Annotated[int, Field(ge=1, le=2**20)] | None = None
@@ -102,6 +110,8 @@ class ModelConfig(Section):
     """RMS-normalise queries and keys per head before the product; a number multiplies both after that."""
     qk_norm_whole: bool = False
     """Norms of queries and keys go over all heads together."""
+    fused_projections: bool = False
+    """One adapter for queries, keys and values together, and one for the two halves of swiglu, as Phi-3 has them."""
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     """Initial value of learned scales on both residual branches; null has no scales."""
     logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
@@ -154,6 +164,11 @@ class ModelConfig(Section):
     def size(self) -> int:
         """Values in one head."""
         return self.head_size or self.width // self.heads
+
+    @property
+    def turned(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return int(self.size * self.rope_share)
 
     @property
     def qk_scale(self) -> float:
@@ -223,6 +238,16 @@ class ModelConfig(Section):
             raise Conflict(
                 f"rotary positions need an even head size (width over heads), not {self.width // self.heads}",
                 f"set model.width={multiple_near(self.width, 2 * self.heads)}, or model.positions=learned",
+            )
+        if self.positions == "rope" and (self.turned % 2 or not self.turned):
+            raise Conflict(
+                f"rope_share {self.rope_share} turns {self.turned} of {self.size} channels, and they come in pairs",
+                "set model.rope_share=1.0, or to a share that gives an even number",
+            )
+        if self.rope_scaling == "longrope" and len(self.rope_factors) != self.turned // 2:
+            raise Conflict(
+                f"rope_factors has {len(self.rope_factors)} numbers, and heads have {self.turned // 2} frequencies",
+                f"set model.rope_factors to {self.turned // 2} numbers, or model.rope_scaling=null",
             )
         if self.rope_scaling is not None and self.positions != "rope":
             raise Conflict(

@@ -29,6 +29,11 @@ _FINE_TUNING_HAS = {
 }
 # It does not read these, nor the sections `data` (besides its folder) and `clean`.
 _NOT_IN_FINE_TUNING = ("eval.sample_prompt", "train.length_stages", "train.window_stages")
+_OF_SCALINGS = {
+    "rope_factor": ("linear", "llama3"),
+    **dict.fromkeys(("rope_low", "rope_high", "rope_original_context"), ("llama3",)),
+    **dict.fromkeys(("rope_factors", "rope_gain"), ("longrope",)),
+}
 # What only blocks of one letter read.
 _OF_BLOCKS = {
     "model.window": "W",
@@ -38,7 +43,7 @@ _OF_BLOCKS = {
         f"model.{name}": letters
         for letters, names in {
             "ANW": ("kv_heads", "head_size", "qkv_bias", "qk_norm", "qk_norm_whole", "head_gate"),
-            "AW": ("rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context"),
+            "AW": ("rope_base", "rope_share", "rope_scaling", *_OF_SCALINGS),
         }.items()
         for name in names
     },
@@ -101,16 +106,14 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def _unused_rotary(model: ModelConfig) -> Iterator[tuple[str, str, str]]:
     """What these positions do not read of the settings of rotary ones."""
-    if model.positions != "rope":
-        hint = "set model.positions=rope, or leave model.rope_base out"
-        yield "model.rope_base", f"model.positions is {model.positions}", hint
+    for name in ("rope_base", "rope_share") if model.positions != "rope" else ():
+        hint = f"set model.positions=rope, or leave model.{name} out"
+        yield f"model.{name}", f"model.positions is {model.positions}", hint
     scaling = "null" if model.rope_scaling is None else model.rope_scaling
-    for name in ("rope_low", "rope_high", "rope_original_context") if scaling != "llama3" else ():
-        hint = f"set model.rope_scaling=llama3, or leave model.{name} out"
-        yield f"model.{name}", f"model.rope_scaling is {scaling}", hint
-    if scaling == "null":
-        hint = "set model.rope_scaling=linear, or leave model.rope_factor out"
-        yield "model.rope_factor", "model.rope_scaling is null", hint
+    for name, scalings in _OF_SCALINGS.items():
+        if scaling not in scalings:
+            hint = f"set model.rope_scaling={scalings[0]}, or leave model.{name} out"
+            yield f"model.{name}", f"model.rope_scaling is {scaling}", hint
 
 
 def _fields(section: str, but: str = "") -> list[str]:

@@ -490,7 +490,7 @@ def _kept_and_again(
     if frozen is not None:  # products with A
         block += cell * len(projections(config)) * frozen.rank
         if form.triton:
-            kept, again = _frozen_kernels(config, block, form, frozen)
+            kept, again = _frozen_kernels(config, part.kind, block, form, frozen)
             return round(tokens * kept), round(tokens * again)
         block += 2 * width + config.queries + hidden if frozen.dropout else 0  # masks
         block += cell * (config.queries + 2 * config.keys + 2 * width + up) if frozen.dora else 0  # unscaled
@@ -505,12 +505,14 @@ def _kept_and_again(
     return round(tokens * kept) + fixed - aside, round(tokens * again) + aside
 
 
-def _frozen_kernels(config: ModelConfig, block: float, form: Form, frozen: FrozenModel) -> tuple[float, float]:
+def _frozen_kernels(
+    config: ModelConfig, kind: str, block: float, form: Form, frozen: FrozenModel
+) -> tuple[float, float]:
     """The same per token for ops/kernels/frozen.py: activations are recomputed, and heads without a norm are rotated in
     place."""
     cell, width = form.cell, config.width
     block -= cell * mlp_widths(config)[1]
-    if config.positions == "rope" and not config.qk_norm:
+    if config.positions == "rope" and not config.qk_norm and kind != "N":
         block -= cell * (config.queries + config.keys)
     less = block - 2 * cell * width  # without the outputs of norms
     if form.execution.checkpointing == "full":

@@ -11,6 +11,7 @@ both are there, `rope_scaling` wins, as in transformers.
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,6 +37,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "pad_token_id": 128004, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4,
     },
     "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279, "pad_token_id": 1},
+    "phi3": {
+        "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000,
+    },
     "gpt2": {"n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256},
 }  # fmt: skip
 # What all models of a type have; the fields that are not here follow from the rest of a config.json.
@@ -47,6 +52,8 @@ _LLAMA_FIELDS: dict[str, Any] = {
     "mlp": "swiglu",
     "qk_norm": False,
     "qk_norm_whole": False,
+    "fused_projections": False,
+    "rope_share": 1.0,
     "logit_cap": None,
     "qkv_bias": None,
 }
@@ -58,6 +65,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "qwen2": {**_NO_BIAS, "qkv_bias": True},
     "smollm3": _LLAMA_FIELDS,
     "olmo2": {**_NO_BIAS, "norm_place": "after", "qk_norm": True, "qk_norm_whole": True},
+    "phi3": {**{field: _NO_BIAS[field] for field in _NO_BIAS if field != "rope_share"}, "fused_projections": True},
     "gpt2": {"family": "gpt2"},
 }
 SUPPORTED = tuple(DEFAULTS)
@@ -230,7 +238,13 @@ CONTEXT = ModelFeature(
     fields=("context",),
     described=False,  # a model may be used with a shorter context
     gpt2=Format(keys={"n_positions": "context"}, write=lambda model, kind: {"n_ctx": model.context}),
-    llama=Format(keys={"max_position_embeddings": "context"}),
+    llama=Format(
+        read=lambda read: {"context": min(read.whole("max_position_embeddings"), _original_context(read) or 2**24)},
+        write=lambda model, kind: (
+            {"max_position_embeddings": model.context}
+            | ({"original_max_position_embeddings": model.context} if kind == "phi3" else {})
+        ),
+    ),
 )
 
 
@@ -325,6 +339,11 @@ def _read_heads(read: HubValues) -> dict[str, Any]:
 
 def _llama_projections(model: ModelConfig) -> dict[str, Piece]:
     queries, keys = model.queries, model.keys
+    if model.fused_projections:
+        return {
+            "layers.*.self_attn.qkv_proj": Piece("blocks.*.attention.qkv"),
+            "layers.*.self_attn.o_proj": Piece("blocks.*.attention.out"),
+        }
     return {
         "layers.*.self_attn.q_proj": Piece("blocks.*.attention.qkv", 0, queries),
         "layers.*.self_attn.k_proj": Piece("blocks.*.attention.qkv", queries, queries + keys),
@@ -334,7 +353,7 @@ def _llama_projections(model: ModelConfig) -> dict[str, Piece]:
 
 
 ATTENTION = ModelFeature(
-    fields=("heads", "kv_heads", "head_size"),
+    fields=("heads", "kv_heads", "head_size", "fused_projections"),
     gpt2=Format(
         keys={"n_head": "heads"},
         read=lambda read: read.check_gpt2(
@@ -381,26 +400,54 @@ QK_NORM = ModelFeature(
 )
 
 
-def _read_rope(read: HubValues) -> dict[str, Any]:
-    """The rotary fields, from either spelling."""
+def _rope_of(read: HubValues) -> HubValues:
+    """The rotary settings, from either spelling."""
     rope = read.get("rope_scaling") or read.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise read.refuse(f"rotary settings {shorten(rope)} are not supported: one set for all layers is")
-    inside = HubValues(rope, read.path)
-    partial = rope.get("partial_rotary_factor", read.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1.0):
-        raise read.refuse(f"partial_rotary_factor is {shorten(partial)}, only whole heads can be turned")
-    base = (inside if "rope_theta" in rope else read).number("rope_theta", 10000.0)
-    fields: dict[str, Any] = {"rope_base": base}
+    return HubValues(rope, read.path)
+
+
+def _scaling_of(read: HubValues) -> str | None:
+    rope, phi = _rope_of(read), read.kind == "phi3"
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return fields
-    if kind not in ("linear", "llama3"):
+        return None
+    kind = "longrope" if phi and kind in ("su", "yarn") else kind  # former names
+    if kind not in (("longrope",) if phi else ("linear", "llama3")):
         raise read.refuse(
             f"rotary scaling of type {shorten(kind)} is not supported",
-            "use a model with none, or with linear or llama3 scaling",
+            "use a model with none, or with linear or llama3 scaling (of type phi3: with longrope)",
         )
-    fields |= {"rope_scaling": kind, "rope_factor": inside.number("factor")}
+    return kind
+
+
+def _original_context(read: HubValues) -> int | None:
+    """The context within which longrope has its short factors. Beyond it every rotary frequency is another."""
+    return read.whole("original_max_position_embeddings") if _scaling_of(read) == "longrope" else None
+
+
+def _read_longrope(read: HubValues, inside: HubValues) -> dict[str, Any]:
+    original, factors = _original_context(read) or 1, inside.get("short_factor")
+    if not isinstance(factors, list) or not all(type(factor) in (int, float) for factor in factors):
+        raise read.refuse(f"short_factor is {shorten(factors)}, not a list of numbers", AGAIN)
+    grown = inside.number("factor", read.whole("max_position_embeddings") / original)
+    usual = 1.0 if grown <= 1.0 else math.sqrt(1 + math.log(grown) / math.log(original))
+    return {"rope_factors": factors, "rope_gain": inside.number("attention_factor", usual)}
+
+
+def _read_rope(read: HubValues) -> dict[str, Any]:
+    inside, kind = _rope_of(read), _scaling_of(read)
+    place = inside if "partial_rotary_factor" in inside.values else read
+    share = place.number("partial_rotary_factor", 1.0)
+    if share != 1.0 and read.kind != "phi3":
+        raise read.refuse(f"partial_rotary_factor is {share}, only whole heads can be turned")
+    base = (inside if "rope_theta" in inside.values else read).number("rope_theta", 10000.0)
+    fields: dict[str, Any] = {"rope_base": base, "rope_scaling": kind, "rope_share": share}
+    if kind == "longrope":
+        return fields | _read_longrope(read, inside)
+    if kind is not None:
+        fields["rope_factor"] = inside.number("factor")
     if kind == "llama3":
         original = "original_max_position_embeddings"
         fields |= {
@@ -412,20 +459,27 @@ def _read_rope(read: HubValues) -> dict[str, Any]:
 
 
 def _write_rope(model: ModelConfig, kind: str) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    scaling: dict[str, Any] = {"rope_type": model.rope_scaling}
+    if model.rope_scaling == "longrope":
+        scaling |= dict.fromkeys(("short_factor", "long_factor"), model.rope_factors)
+        scaling["attention_factor"] = model.rope_gain
+    else:
+        scaling["factor"] = model.rope_factor
     if model.rope_scaling == "llama3":
         scaling |= {
             "low_freq_factor": model.rope_low,
             "high_freq_factor": model.rope_high,
             "original_max_position_embeddings": model.rope_original_context,
         }
-    return {"rope_theta": model.rope_base, "rope_scaling": None if model.rope_scaling is None else scaling}
+    share = {"partial_rotary_factor": model.rope_share} if kind == "phi3" else {}
+    return {"rope_theta": model.rope_base, "rope_scaling": None if model.rope_scaling is None else scaling, **share}
 
 
 POSITIONS = ModelFeature(
     fields=(
         "positions",
-        *(f"rope_{name}" for name in ("base", "scaling", "factor", "low", "high", "original_context")),
+        *("rope_base", "rope_share", "rope_scaling", "rope_factor", "rope_low", "rope_high"),
+        *("rope_original_context", "rope_factors", "rope_gain"),
     ),
     gpt2=Format(modules=lambda model: {"wpe": Piece("positions")}),
     llama=Format(read=_read_rope, write=_write_rope),
@@ -434,7 +488,7 @@ POSITIONS = ModelFeature(
 
 def read_pattern(read: HubValues, layers: int, context: int) -> dict[str, Any]:
     """The fields of windows that are shorter than the context, and of layers without positions."""
-    if read.kind not in ("mistral", "qwen2", "qwen3", "smollm3"):
+    if read.kind not in ("mistral", "qwen2", "qwen3", "smollm3", "phi3"):
         return {}
     if read.kind == "smollm3":
         if read.flag("use_sliding_window") and read.get("sliding_window") is not None:
@@ -445,7 +499,7 @@ def read_pattern(read: HubValues, layers: int, context: int) -> dict[str, Any]:
             raise read.refuse(f"no_rope_layers is {shorten(turned)}, not a 0 or 1 for each of {layers:,} layers", AGAIN)
         return {"pattern": _shortest("".join("NA"[int(one)] for one in turned[:layers]))}
     types: Any = ["sliding_attention"] * layers
-    if read.kind != "mistral":
+    if read.kind not in ("mistral", "phi3"):
         full = min(layers, read.whole("max_window_layers", least=0))
         types = read.get("layer_types") or ["full_attention"] * full + types[full:]
         if not isinstance(types, list) or not set(map(str, types)) <= {"full_attention", "sliding_attention"}:
@@ -468,13 +522,15 @@ def _shortest(kinds: str) -> str:
 
 
 # The letters that models of a type may have; of others, A alone.
-PATTERNS = {"smollm3": "AN"}
+PATTERNS = {"smollm3": "AN", "phi3": "AW"}
 
 
 def _write_pattern(model: ModelConfig, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if kind in ("qwen2", "qwen3", "smollm3"):
         found = {"use_sliding_window": False, "sliding_window": None}
+    elif kind == "phi3":
+        found = {"sliding_window": model.window if "W" in model.kinds else None}
     return found | ({"no_rope_layers": [int(one != "N") for one in model.kinds]} if kind == "smollm3" else {})
 
 
@@ -502,6 +558,9 @@ def _read_mlp(read: HubValues) -> dict[str, Any]:
 
 def _llama_mlp(model: ModelConfig) -> dict[str, Piece]:
     up, hidden = mlp_widths(model)
+    if model.fused_projections:
+        down = Piece("blocks.*.mlp.out")
+        return {"layers.*.mlp.gate_up_proj": Piece("blocks.*.mlp.up"), "layers.*.mlp.down_proj": down}
     gate = {"layers.*.mlp.gate_proj": Piece("blocks.*.mlp.up", 0, hidden)} if model.mlp == "swiglu" else {}
     return {
         **gate,
@@ -549,7 +608,7 @@ def _read_bias(read: HubValues) -> dict[str, Any]:
 
 
 def _write_bias(model: ModelConfig, kind: str) -> dict[str, Any]:
-    keys = {"mistral": (), "qwen2": (), "qwen3": ("attention_bias",), "olmo2": ("attention_bias",)}
+    keys = {"mistral": (), "qwen2": (), "phi3": (), "qwen3": ("attention_bias",), "olmo2": ("attention_bias",)}
     return dict.fromkeys(keys.get(kind, ("attention_bias", "mlp_bias")), model.bias)
 
 

@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Model"),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Model"),
+    "phi3": ("Phi3ForCausalLM", "Phi3Model"),
     "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
 }
 
@@ -242,9 +243,11 @@ def _needed(config: ModelConfig, kind: str) -> dict[str, Any]:
         wanted |= feature.without
     if config.has_qkv_bias == config.bias and wanted.get("qkv_bias") is None:
         wanted.pop("qkv_bias", None)
-    letters = PATTERNS.get(kind, "A")
-    if not set(config.kinds) <= set(letters) or (kind == "smollm3" and "N" not in config.kinds):
+    letters, found = PATTERNS.get(kind, "A"), set(config.kinds)
+    if not found <= set(letters) or (kind == "smollm3" and "N" not in found) or (kind == "phi3" and len(found) > 1):
         wanted["pattern"] = letters
+    if config.rope_scaling not in ((None, "longrope") if kind == "phi3" else (None, "linear", "llama3")):
+        wanted["rope_scaling"] = None
     return {field: value for field, value in wanted.items() if getattr(config, field) != value}
 
 

@@ -123,10 +123,12 @@ def scaled_rates(rates_D: Tensor, config: ModelConfig) -> Tensor:
     """Radians per position of every channel pair, scaled down for a longer context: `linear` scales all pairs alike.
 
     `llama3` scales by a pair's number of turns within the original context: up to `rope_low` turns by the whole factor,
-    from `rope_high` on not at all, and in between by a linear blend.
+    from `rope_high` on not at all, and in between by a linear blend. `longrope` has a number for each pair.
     """
     if config.rope_scaling is None:
         return rates_D
+    if config.rope_scaling == "longrope":
+        return rates_D / torch.tensor(config.rope_factors, dtype=rates_D.dtype)
     slow_D = rates_D / config.rope_factor
     if config.rope_scaling == "linear":
         return slow_D
@@ -141,8 +143,8 @@ class Rotary(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("cos_TD", torch.empty(config.context, config.size // 2), persistent=False)
-        self.register_buffer("sin_TD", torch.empty(config.context, config.size // 2), persistent=False)
+        self.register_buffer("cos_TD", torch.empty(config.context, config.turned // 2), persistent=False)
+        self.register_buffer("sin_TD", torch.empty(config.context, config.turned // 2), persistent=False)
         self.cos_TD: Tensor
         self.sin_TD: Tensor
 
@@ -150,11 +152,12 @@ class Rotary(nn.Module):
     def fill(self) -> None:
         """Computes the table in float64: fp32 angles lose digits at large positions."""
         config = self.config
-        rates_D = config.rope_base ** (-torch.arange(0, config.size, 2, dtype=torch.float64) / config.size)
+        rates_D = config.rope_base ** (-torch.arange(0, config.turned, 2, dtype=torch.float64) / config.turned)
         places_T = torch.arange(config.context, dtype=torch.float64)
         angles_TD = places_T[:, None] * scaled_rates(rates_D, config)
-        self.cos_TD.copy_(angles_TD.cos())
-        self.sin_TD.copy_(angles_TD.sin())
+        gain = config.rope_gain if config.rope_scaling == "longrope" else 1.0
+        self.cos_TD.copy_(gain * angles_TD.cos())
+        self.sin_TD.copy_(gain * angles_TD.sin())
 
     def forward(self, places: slice | Tensor) -> Turn:
         """Cosines and sines of these positions, the same for all layers."""
@@ -163,10 +166,11 @@ class Rotary(nn.Module):
 
 
 def turned(x_BHTD: Tensor, turn: Turn) -> Tensor:
-    """Queries or keys, rotated by their positions."""
+    """Queries or keys, rotated by their positions; channels beyond the table stay as they are."""
     cos, sin = turn
-    first, second = x_BHTD.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x_BHTD.dtype)
+    half, size = cos.shape[-1], x_BHTD.shape[-1]
+    first, second, *rest = x_BHTD.split([half, half] + [size - 2 * half] * (size > 2 * half), dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos, *rest], dim=-1).to(x_BHTD.dtype)
 
 
 class Branch(NamedTuple):

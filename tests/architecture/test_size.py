@@ -214,8 +214,8 @@ def counted() -> dict[str, int]:
     classes = Counter(name for source in package() for name in source.classes if not name.startswith("_"))
     setup = next(source for source in package() if source.path == PACKAGE / "engine" / "setup.py")
     return {
-        "lines of code": 50_788sum(source.code for source in sources()),
-        "statements": 40_325sum(source.statements for source in sources()),
+        "lines of code": sum(source.code for source in sources()),
+        "statements": sum(source.statements for source in sources()),
         "lines that the formatter skips": sum(source.text.count("# fmt: skip") for source in sources()),
         "modules": len(modules()),
         "modules with one importer": sum(

@@ -24,6 +24,8 @@ def naive_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> Te
         stream = [x + weights["bigram.weight"][_pair(config, tokens, place)] for place, x in enumerate(stream)]
     if config.embedding_norm:
         stream = [_rms(config, None, x) for x in stream]
+    if config.embedding_scale is not None:
+        stream = [x * config.embedding_scale for x in stream]
     first = stream
     for layer, kind in enumerate(config.kinds):
         own = {name.removeprefix(f"blocks.{layer}."): x for name, x in weights.items() if _inside(name, layer)}
@@ -84,6 +86,8 @@ def _norm(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
 
 def _rms(config: ModelConfig, weight: Tensor | None, x: Tensor) -> Tensor:
     y = x / torch.sqrt((x * x).sum() / len(x) + config.norm_eps)
+    if config.norm == "offset-rmsnorm" and weight is not None:
+        weight = 1 + weight
     return y if weight is None else y * weight
 
 
@@ -143,7 +147,10 @@ def _attention(
         result = []
         for head in range(heads):
             group = head // (heads // groups)
-            scores = [queries[place][head] @ keys[s][group] / math.sqrt(size) for s in range(first, place + 1)]
+            divisor = math.sqrt(config.score_divisor or size)
+            scores = [queries[place][head] @ keys[s][group] / divisor for s in range(first, place + 1)]
+            if config.attention_cap is not None:
+                scores = [config.attention_cap * torch.tanh(score / config.attention_cap) for score in scores]
             shares = torch.exp(torch.stack(scores))
             shares = shares / shares.sum()
             result.append(sum(share * values[first + s][group] for s, share in enumerate(shares)))
@@ -201,8 +208,14 @@ def _mlp(config: ModelConfig, own: Weights, h: Tensor) -> Tensor:
     if config.mlp == "swiglu":
         gate, value = pre[: len(pre) // 2], pre[len(pre) // 2 :]
         active = gate / (1 + torch.exp(-gate)) * value
+    elif config.mlp == "geglu":
+        active = _gelu(pre[: len(pre) // 2]) * pre[len(pre) // 2 :]
     elif config.mlp == "relu2":
         active = torch.where(pre > 0, pre * pre, torch.zeros_like(pre))
     else:
-        active = 0.5 * pre * (1 + torch.tanh(math.sqrt(2 / math.pi) * (pre + 0.044715 * pre**3)))
+        active = _gelu(pre)
     return _linear(own, "mlp.out", active)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

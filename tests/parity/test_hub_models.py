@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
 from flatout.model.execution import Execution
+from flatout.model.families import SUPPORTED
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import model_type_of, read_description
 from flatout.model.hub_folder import export_huggingface, pieces_of
@@ -57,6 +58,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4-mini": ("Phi3", {"pad_token_id": None, "num_attention_heads": 3, "num_key_value_heads": 1,
                            "max_position_embeddings": 4 * CONTEXT, "original_max_position_embeddings": CONTEXT,
                            "rope_parameters": LONGROPE}),
+    "gemma2": ("Gemma2", {"pad_token_id": None, "head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 17,
+                          "attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0, "num_hidden_layers": 4}),
+    "gemma2-uncapped": ("Gemma2", {"pad_token_id": None, "head_dim": 10, "query_pre_attn_scalar": 10,
+                                   "attn_logit_softcapping": None, "final_logit_softcapping": None,
+                                   "tie_word_embeddings": False, "sliding_window": CONTEXT}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 10, "rms_norm_eps": 1e-2}),
 }  # fmt: skip
 
@@ -286,15 +292,16 @@ def test_our_own_models_run_in_transformers(name, tmp_path):
 
 
 # What transformers itself takes for keys that a file does not have.
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", [kind for kind in SUPPORTED if kind != "gpt2"])
 @pytest.mark.parametrize("old", [False, True], ids=["as transformers 5", "as transformers 4"])
 def test_missing_keys_mean_what_they_mean_to_transformers(kind, old, tmp_path):
     values = {
-        "model_type": kind, "vocab_size": 512, "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 32,
+        "model_type": kind, "vocab_size": 512, "hidden_size": 1024, "num_hidden_layers": 7, "num_attention_heads": 32,
         "intermediate_size": 300,
     }  # fmt: skip
     if old:
-        values |= {"rope_theta": 7000.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "bfloat16"}
+        scaling = None if kind == "phi3" else {"type": "linear", "factor": 2.0}
+        values |= {"rope_theta": 7000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(values))
     from transformers import AutoConfig
 
@@ -303,6 +310,11 @@ def test_missing_keys_mean_what_they_mean_to_transformers(kind, old, tmp_path):
     assert ours.config.norm_eps == theirs.rms_norm_eps
     assert (ours.config.kv_heads or ours.config.heads) == theirs.num_key_value_heads
     assert ours.config.size == getattr(theirs, "head_dim", 32)
+    assert ours.config.logit_cap == getattr(theirs, "final_logit_softcapping", None)
+    assert ours.config.attention_cap == getattr(theirs, "attn_logit_softcapping", None)
+    assert (ours.config.score_divisor or ours.config.size) == getattr(theirs, "query_pre_attn_scalar", ours.config.size)
+    if kind == "smollm3":
+        assert [kind != "N" for kind in ours.config.kinds] == [bool(one) for one in theirs.no_rope_layers]
     assert ours.config.tied == theirs.tie_word_embeddings
     assert ours.config.rope_base == theirs.rope_parameters["rope_theta"]
     assert (ours.config.rope_scaling or "default") == theirs.rope_parameters["rope_type"]

@@ -45,6 +45,9 @@ KINDS = {
                     "residual_scale": 0.7},
     "fused": {"fused_projections": True, "rope_scaling": "longrope", "rope_factors": [1.0, 2.0, 3.5], "rope_gain": 1.2},
     "part of a head": {"rope_share": 0.75, "qk_norm": 0.7, "head_size": 8, "kv_heads": 2},
+    "gemma": {"norm": "offset-rmsnorm", "norm_place": "both", "mlp": "geglu", "embedding_scale": 3.0, "kv_heads": 2,
+              "score_divisor": 3, "attention_cap": 0.7, "pattern": "WA"},
+    "scaled embedding": {"embedding_scale": 3.0, "embedding_norm": True},
     "mixed": {"pattern": "EWA", "layers": 3, "positions": "learned"},
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,8 @@ import pytest
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
 from flatout.model import fields, hub
-from flatout.model.fields import DEFAULTS, FEATURES, RESIDUAL_SCALE, Format, HubValues, ModelFeature
+from flatout.model.families import DEFAULTS, HubValues
+from flatout.model.fields import FEATURES, RESIDUAL_SCALE, Format, ModelFeature
 from flatout.model.gpt import build_model, empty_model
 from flatout.model.hub import description_of
 from flatout.model.hub_folder import export_huggingface, pieces_of

@@ -149,11 +149,22 @@ KINDS = {
     "no positions": {"pattern": "AN", "kv_heads": 2},
     "norms after": {"norm_place": "after", "qk_norm_whole": True, "kv_heads": 2},
     "part of a head": {"rope_share": 0.75},
+    "gemma": {
+        "norm": "offset-rmsnorm",
+        "norm_place": "both",
+        "mlp": "geglu",
+        "score_divisor": 3,
+        "attention_cap": 2.0,
+        "pattern": "WA",
+        "window": 4,
+        "embedding_scale": 5.5,
+    },
 }
 
 
 KINDS_OF_ONE_ROW = KINDS | {
     "learned": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "residual_scale": 0.5},
+    "scaled": {"embedding_scale": 5.5},
     "grouped values": {"family": "gpt", "kv_heads": 2, "value_tables": 1, "norm": "rmsnorm", "qk_norm": True},
 }
 

@@ -46,6 +46,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope_factors": [1.0, 2.5],
         "rope_gain": 1.1,
     },
+    "gemma2": {
+        "norm": "offset-rmsnorm",
+        "norm_place": "both",
+        "mlp": "geglu",
+        "embedding_scale": 24**0.5,
+        "qk_norm": False,
+        "attention_cap": 50.0,
+        "logit_cap": 30.0,
+        "score_divisor": 9,
+        "pattern": "WA",
+        "window": 5,
+    },
 }
 
 
@@ -440,6 +452,11 @@ def test_a_damaged_folder_gives_one_clear_error(what, good, tmp_path):
         ),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": ["1", 2]}}, "not a list of numbers"),
         ("phi3", {"partial_rotary_factor": 1.5}, "rope_share: "),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu', only gelu_pytorch_tanh is supported"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "only full and sliding attention"),
+        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', not a number"),
+        ("gemma2", {"attention_bias": True}, "only both or none"),
         ("phi3", {"partial_rotary_factor": 0.1}, "rope_share 0.1 turns 0 of 6 channels"),
     ],
 )

@@ -22,6 +22,9 @@ GPT2: dict[str, Any] = {
     "embedding_norm": False,
     "residual_scale": None,
     "logit_cap": None,
+    "attention_cap": None,
+    "score_divisor": None,
+    "embedding_scale": None,
     "tied": True,
     "kv_heads": None,
     "head_size": None,
@@ -37,9 +40,13 @@ GPT2: dict[str, Any] = {
 
 # The values that our kernels know. A model with others uses torch's operations, in training and in decoding.
 _IN_KERNELS: dict[str, tuple[Any, ...]] = {
+    "norm": ("rmsnorm", "layernorm", "plain-rmsnorm"),
     "norm_place": ("before",),
-    "qk_norm_whole": (False,),
     "rope_share": (1.0,),
+    "mlp": ("swiglu", "relu2", "gelu"),
+    "qk_norm_whole": (False,),
+    "score_divisor": (None,),
+    "attention_cap": (None,),
 }
 
 STATE_HEADS = 8  # of an E block, or as many as divide its states
@@ -68,14 +75,16 @@ class ModelConfig(Section):
     """Tokens the model sees at once."""
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Number of token ids; null takes the tokenizer's."""
-    norm: Literal["rmsnorm", "layernorm", "plain-rmsnorm"] = "rmsnorm"
-    """Normalisation before attention and MLP; plain-rmsnorm has no weights, nor have norms of queries and keys then."""
+    norm: Literal["rmsnorm", "layernorm", "plain-rmsnorm", "offset-rmsnorm"] = "rmsnorm"
+    """Kind of norms; plain-rmsnorm has no weights, offset-rmsnorm multiplies by 1 + weight, in queries and keys too."""
     norm_place: Literal["before", "after", "both"] = "before"
     """Norms of attention and MLP: of what goes in, of what comes out, or both."""
     norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-5
     """What norms add to the mean square or variance before the root."""
     embedding_norm: bool = False
     """RMS norm without weights right after the embedding."""
+    embedding_scale: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Multiplies the embedding, after its norm; null leaves it alone."""
     zero_init: bool = False
     """Start with zeros where attention and MLP join the residual stream, and with large embeddings."""
     positions: Literal["rope", "learned"] = "rope"
@@ -98,10 +107,10 @@ class ModelConfig(Section):
     """By how much longrope slows each rotary frequency down."""
     rope_gain: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
     """What longrope multiplies turned channels with."""
-    mlp: Literal["swiglu", "relu2", "gelu"] = "swiglu"
-    """Feed-forward kind; gelu is the tanh form."""
+    mlp: Literal["swiglu", "geglu", "relu2", "gelu"] = "swiglu"
+    """Feed-forward kind; gelu is the tanh form, and geglu has it in the place of swiglu's silu."""
     mlp_width: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    """Hidden size of the MLP; null means 4 times width, two thirds of that for swiglu's three matrices."""
+    """Hidden size of the MLP; null means 4 times width, two thirds of that for three matrices (swiglu, geglu)."""
     bias: bool = False
     """Bias vectors in linear layers and LayerNorm."""
     qkv_bias: bool | None = None
@@ -110,6 +119,10 @@ class ModelConfig(Section):
     """RMS-normalise queries and keys per head before the product; a number multiplies both after that."""
     qk_norm_whole: bool = False
     """Norms of queries and keys go over all heads together."""
+    score_divisor: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Products of queries and keys are divided by the root of this; null means the size of a head."""
+    attention_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Bends scores of attention to stay below this: cap·tanh(scores / cap); null leaves them alone."""
     fused_projections: bool = False
     """One adapter for queries, keys and values together, and one for the two halves of swiglu, as Phi-3 has them."""
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
@@ -164,6 +177,11 @@ class ModelConfig(Section):
     def size(self) -> int:
         """Values in one head."""
         return self.head_size or self.width // self.heads
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether the MLP's first product makes a gate beside each value."""
+        return self.mlp in ("swiglu", "geglu")
 
     @property
     def turned(self) -> int:
@@ -229,6 +247,10 @@ class ModelConfig(Section):
             raise Conflict("qk_norm_whole is set, and there are no norms of queries and keys", "set model.qk_norm=true")
         if "W" in self.pattern and self.dropout > 0:
             raise Conflict("attention within a window has no dropout", "set model.dropout=0, or model.pattern=A")
+        if self.attention_cap is not None and self.dropout > 0:
+            raise Conflict(
+                "attention with a cap has no dropout", "set model.dropout=0, or leave model.attention_cap out"
+            )
         if self.positions == "rope" and self.head_size is not None and self.head_size % 2:
             raise Conflict(
                 f"rotary positions need an even head_size, not {self.head_size}",

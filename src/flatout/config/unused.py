@@ -42,7 +42,8 @@ _OF_BLOCKS = {
     **{
         f"model.{name}": letters
         for letters, names in {
-            "ANW": ("kv_heads", "head_size", "qkv_bias", "qk_norm", "qk_norm_whole", "head_gate"),
+            "ANW": ("kv_heads", "head_size", "qkv_bias", "qk_norm", "qk_norm_whole", "score_divisor",
+                    "attention_cap", "head_gate"),
             "AW": ("rope_base", "rope_share", "rope_scaling", *_OF_SCALINGS),
         }.items()
         for name in names

@@ -1,8 +1,5 @@
 """Every field of the model section with its place in Hugging Face's formats, or the reason why it has none.
 
-`HubValues` reads keys of a config.json and checks their types. A missing key has transformers' default for the model
-type.
-
 Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names missing ones. Declared
 formats are tested against transformers. How to add a feature: docs/extending.md.
 Trap: transformers 5 writes `rope_parameters` where 4 wrote `rope_theta` and `rope_scaling`. Both are read; where
@@ -12,9 +9,7 @@ both are there, `rope_scaling` wins, as in transformers.
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,122 +17,8 @@ from torch import Tensor
 
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
-from flatout.errors import CheckpointError
+from flatout.model.families import AGAIN, DEFAULTS, GEMMAS, HubValues
 from flatout.model.layers import mlp_width_of, mlp_widths
-
-_LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
-_QWEN2 = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA,
-    "mistral": {**_LLAMA, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    "qwen2": _QWEN2,
-    "qwen3": {**_QWEN2, "head_dim": 128},
-    "smollm3": {
-        "num_key_value_heads": 4, "max_position_embeddings": 32768, "bos_token_id": 128000, "eos_token_id": 128001,
-        "pad_token_id": 128004, "tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4,
-    },
-    "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279, "pad_token_id": 1},
-    "phi3": {
-        "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000,
-    },
-    "gpt2": {"n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256},
-}  # fmt: skip
-# What all models of a type have; the fields that are not here follow from the rest of a config.json.
-_LLAMA_FIELDS: dict[str, Any] = {
-    "family": "gpt",
-    "norm": "rmsnorm",
-    "norm_place": "before",
-    "positions": "rope",
-    "mlp": "swiglu",
-    "qk_norm": False,
-    "qk_norm_whole": False,
-    "fused_projections": False,
-    "rope_share": 1.0,
-    "logit_cap": None,
-    "qkv_bias": None,
-}
-_NO_BIAS = {**_LLAMA_FIELDS, "bias": False}
-FIXED: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA_FIELDS,
-    "mistral": _NO_BIAS,
-    "qwen3": {**_NO_BIAS, "qk_norm": True},
-    "qwen2": {**_NO_BIAS, "qkv_bias": True},
-    "smollm3": _LLAMA_FIELDS,
-    "olmo2": {**_NO_BIAS, "norm_place": "after", "qk_norm": True, "qk_norm_whole": True},
-    "phi3": {**{field: _NO_BIAS[field] for field in _NO_BIAS if field != "rope_share"}, "fused_projections": True},
-    "gpt2": {"family": "gpt2"},
-}
-SUPPORTED = tuple(DEFAULTS)
-ANOTHER = f"use a model of type {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
-AGAIN = "fetch the folder again"
-_MOST = 2**40  # of any number: with larger ones torch cannot compute the memory it would need
-# The bounds of our own fields (config/model_section.py) by the names of both formats. Checked when a key is read,
-# because lists are made from these numbers before our fields are checked.
-_MOST_OF = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1000),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 1024),
-    **dict.fromkeys(("hidden_size", "n_embd"), 2**16),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "vocab_size"), 2**24),
-    "head_dim": 2**12,
-    "intermediate_size": 2**20,
-}
-
-
-class HubValues:
-    """Values of a config.json of the model type `kind`, or a part of them. Without a kind there are no defaults."""
-
-    def __init__(self, values: dict[str, Any], path: Path, kind: str | None = None) -> None:
-        self.values, self.path, self.kind = values, path, kind
-        self.defaults = {} if kind is None else DEFAULTS[kind]
-
-    def refuse(self, what: str, hint: str = ANOTHER) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}", hint)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.values.get(key, self.defaults.get(key, default))
-
-    def whole(self, key: str, default: Any = None, *, least: int = 1) -> int:
-        """A whole number; required if it has no default."""
-        value = self.get(key, default)
-        if value is None and key not in self.values:
-            raise self.refuse(f"{key} is missing", AGAIN)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.refuse(f"{key} is {shorten(value)}, not a whole number of at least {least}", AGAIN)
-        if value > (most := _MOST_OF.get(key, _MOST)):
-            raise self.refuse(f"{key} is {shorten(value)}, and Flatout takes at most {most:,}", AGAIN)
-        return value
-
-    def whole_or_none(self, key: str) -> int | None:
-        return None if self.get(key) is None else self.whole(key)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        value = default if value is None else value
-        # Compared before the conversion: Python's integers may exceed the range of floats.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            missing = value is None and key not in self.values
-            raise self.refuse(f"{key} is {'missing' if missing else shorten(value)}, not a number above 0", AGAIN)
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.get(key)
-        value = False if value is None else value
-        if not isinstance(value, bool):
-            raise self.refuse(f"{key} is {shorten(value)}, not true or false", AGAIN)
-        return value
-
-    def check_gpt2(self, **fixed: tuple[Any, ...]) -> dict[str, Any]:
-        """Refuses a GPT-2 with other values; a missing key counts as the first of its values. Returns no fields."""
-        for key, allowed in fixed.items():
-            found = self.get(key, allowed[0])
-            if found not in allowed:
-                raise self.refuse(
-                    f"{key} is {shorten(found)}, GPT-2 has {shorten(allowed[0])}",
-                    "only plain GPT-2 weights can be loaded",
-                )
-        return {}
-
 
 # --- the form of a declaration ----------------------------------------------------------------------------------------
 
@@ -307,7 +188,42 @@ EMBEDDING_NORM = ModelFeature(
     ),
 )
 
-LOGIT_CAP = ours_alone("logit_cap", None, "the formats written here have no cap on the logits")
+EMBEDDING_SCALE = ModelFeature(
+    fields=("embedding_scale",),
+    llama=Format(
+        read=lambda read: {"embedding_scale": read.whole("hidden_size") ** 0.5} if read.kind in GEMMAS else {}
+    ),
+)
+
+
+def _read_caps(read: HubValues) -> dict[str, Any]:
+    if read.kind not in GEMMAS:
+        return {}
+    if read.flag("use_bidirectional_attention"):
+        raise read.refuse("use_bidirectional_attention is true, only attention to tokens before is supported")
+    size, divisor = read.whole("head_dim"), read.whole("query_pre_attn_scalar")
+    cap = read.number_or_none("attn_logit_softcapping")
+    return {"attention_cap": cap, "score_divisor": None if divisor == size else divisor}
+
+
+def _write_caps(model: ModelConfig, kind: str) -> dict[str, Any]:
+    if kind not in GEMMAS:
+        return {}
+    divisor = model.score_divisor or model.size
+    return {"attn_logit_softcapping": model.attention_cap, "query_pre_attn_scalar": divisor}
+
+
+SCORES = ModelFeature(
+    fields=("attention_cap", "score_divisor"),
+    llama=Format(read=_read_caps, write=_write_caps),
+)
+LOGIT_CAP = ModelFeature(
+    fields=("logit_cap",),
+    llama=Format(
+        read=lambda read: {"logit_cap": read.number_or_none("final_logit_softcapping")} if read.kind in GEMMAS else {},
+        write=lambda model, kind: {"final_logit_softcapping": model.logit_cap} if kind in GEMMAS else {},
+    ),
+)
 RESIDUAL_SCALE = ours_alone(
     "residual_scale", None, "no model of transformers has learned scales on its residual branches"
 )
@@ -393,7 +309,9 @@ QK_NORM = ModelFeature(
         },
     ),
     fold=Fold(
-        when=lambda model: bool(model.qk_norm) and (not model.norm_weights or model.qk_scale != 1.0),
+        when=lambda model: (
+            bool(model.qk_norm) and (not model.norm_weights or (model.qk_scale != 1.0 and model.norm == "rmsnorm"))
+        ),
         fields={"qk_norm": True},
         weights=_scaled_norms,
     ),
@@ -488,8 +406,6 @@ POSITIONS = ModelFeature(
 
 def read_pattern(read: HubValues, layers: int, context: int) -> dict[str, Any]:
     """The fields of windows that are shorter than the context, and of layers without positions."""
-    if read.kind not in ("mistral", "qwen2", "qwen3", "smollm3", "phi3"):
-        return {}
     if read.kind == "smollm3":
         if read.flag("use_sliding_window") and read.get("sliding_window") is not None:
             raise read.refuse("use_sliding_window is true, and windows are not supported beside no_rope_layers")
@@ -498,21 +414,28 @@ def read_pattern(read: HubValues, layers: int, context: int) -> dict[str, Any]:
         if not isinstance(turned, list) or len(turned) < layers or not set(map(str, turned)) <= {"0", "1"}:
             raise read.refuse(f"no_rope_layers is {shorten(turned)}, not a 0 or 1 for each of {layers:,} layers", AGAIN)
         return {"pattern": _shortest("".join("NA"[int(one)] for one in turned[:layers]))}
+    if read.kind not in ("mistral", "phi3", "qwen2", "qwen3", *GEMMAS):
+        return {}
     types: Any = ["sliding_attention"] * layers
-    if read.kind not in ("mistral", "phi3"):
+    if read.kind in GEMMAS:
+        usual = [_TYPES["AW"[(layer + 1) % 2]] for layer in range(layers)]
+        types = usual if read.get("layer_types") is None else read.get("layer_types")
+    elif read.kind in ("qwen2", "qwen3"):
         full = min(layers, read.whole("max_window_layers", least=0))
-        types = read.get("layer_types") or ["full_attention"] * full + types[full:]
-        if not isinstance(types, list) or not set(map(str, types)) <= {"full_attention", "sliding_attention"}:
-            raise read.refuse(f"layer_types is {shorten(types)}, only full and sliding attention are supported")
-        if not read.flag("use_sliding_window"):
-            return {}
-    window = read.whole_or_none("sliding_window") if "sliding_attention" in types else None
+        types = read.get("layer_types") or [_TYPES["A"]] * full + types[full:]
+    if not isinstance(types, list) or not set(map(str, types)) <= set(_TYPES.values()):
+        raise read.refuse(f"layer_types is {shorten(types)}, only full and sliding attention are supported")
+    if read.kind in ("qwen2", "qwen3") and not read.flag("use_sliding_window"):
+        return {}
+    window = read.whole_or_none("sliding_window") if _TYPES["W"] in types else None
     if window is None or window >= context:
         return {}
     if len(types) != layers:
         raise read.refuse(f"layer_types names {len(types):,} layers, and there are {layers:,}")
-    kinds = "".join("W" if kind == "sliding_attention" else "A" for kind in types)
-    return {"pattern": _shortest(kinds), "window": window}
+    return {"pattern": _shortest("".join("W" if kind == _TYPES["W"] else "A" for kind in types)), "window": window}
+
+
+_TYPES = {"A": "full_attention", "W": "sliding_attention"}
 
 
 def _shortest(kinds: str) -> str:
@@ -521,16 +444,14 @@ def _shortest(kinds: str) -> str:
     return next(kinds[:length] for length in lengths if (kinds[:length] * len(kinds)).startswith(kinds))
 
 
-# The letters that models of a type may have; of others, A alone.
-PATTERNS = {"smollm3": "AN", "phi3": "AW"}
-
-
 def _write_pattern(model: ModelConfig, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if kind in ("qwen2", "qwen3", "smollm3"):
         found = {"use_sliding_window": False, "sliding_window": None}
     elif kind == "phi3":
         found = {"sliding_window": model.window if "W" in model.kinds else None}
+    elif kind in GEMMAS:
+        found = {"sliding_window": model.window, "layer_types": [_TYPES[one] for one in model.kinds]}
     return found | ({"no_rope_layers": [int(one != "N") for one in model.kinds]} if kind == "smollm3" else {})
 
 
@@ -550,10 +471,18 @@ EIGENSTATES = ModelFeature(
 
 
 def _read_mlp(read: HubValues) -> dict[str, Any]:
-    activation = read.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise read.refuse(f"hidden_act is {shorten(activation)}, only silu is supported")
+    key, allowed = (
+        ("hidden_activation", ("gelu_pytorch_tanh",)) if read.kind in GEMMAS else ("hidden_act", ("silu", "swish"))
+    )
+    activation = read.get(key, "silu")
+    if activation not in allowed:
+        raise read.refuse(f"{key} is {shorten(activation)}, only {allowed[0]} is supported")
     return {"mlp_width": read.whole("intermediate_size")}
+
+
+def _write_mlp(model: ModelConfig, kind: str) -> dict[str, Any]:
+    activation = {"hidden_activation": "gelu_pytorch_tanh"} if kind in GEMMAS else {"hidden_act": "silu"}
+    return {"intermediate_size": mlp_width_of(model), **activation}
 
 
 def _llama_mlp(model: ModelConfig) -> dict[str, Piece]:
@@ -561,7 +490,7 @@ def _llama_mlp(model: ModelConfig) -> dict[str, Piece]:
     if model.fused_projections:
         down = Piece("blocks.*.mlp.out")
         return {"layers.*.mlp.gate_up_proj": Piece("blocks.*.mlp.up"), "layers.*.mlp.down_proj": down}
-    gate = {"layers.*.mlp.gate_proj": Piece("blocks.*.mlp.up", 0, hidden)} if model.mlp == "swiglu" else {}
+    gate = {"layers.*.mlp.gate_proj": Piece("blocks.*.mlp.up", 0, hidden)} if model.gated_mlp else {}
     return {
         **gate,
         "layers.*.mlp.up_proj": Piece("blocks.*.mlp.up", up - hidden, up),
@@ -583,7 +512,7 @@ MLP = ModelFeature(
     ),
     llama=Format(
         read=_read_mlp,
-        write=lambda model, kind: {"intermediate_size": mlp_width_of(model), "hidden_act": "silu"},
+        write=_write_mlp,
         modules=_llama_mlp,
     ),
 )
@@ -599,7 +528,7 @@ def has_bias(model: ModelConfig, module: str) -> bool:
 
 
 def _read_bias(read: HubValues) -> dict[str, Any]:
-    attention = read.kind in ("llama", "qwen3", "smollm3", "olmo2") and read.flag("attention_bias")
+    attention = read.kind not in ("mistral", "qwen2", "phi3") and read.flag("attention_bias")
     mlp = read.kind in ("llama", "smollm3") and read.flag("mlp_bias")
     if attention != mlp:
         stated = f"attention_bias is {format_value(attention)} and mlp_bias {format_value(mlp)}"
@@ -608,8 +537,8 @@ def _read_bias(read: HubValues) -> dict[str, Any]:
 
 
 def _write_bias(model: ModelConfig, kind: str) -> dict[str, Any]:
-    keys = {"mistral": (), "qwen2": (), "phi3": (), "qwen3": ("attention_bias",), "olmo2": ("attention_bias",)}
-    return dict.fromkeys(keys.get(kind, ("attention_bias", "mlp_bias")), model.bias)
+    keys = {"qwen2": (), "phi3": (), "llama": ("attention_bias", "mlp_bias"), "smollm3": ("attention_bias", "mlp_bias")}
+    return dict.fromkeys(keys.get(kind, ("attention_bias",)), model.bias)
 
 
 BIAS = ModelFeature(
@@ -650,8 +579,9 @@ START = ModelFeature(
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )
 
-FEATURES = (STREAM, CONTEXT, NORM, EMBEDDING_NORM, ATTENTION, QK_NORM, POSITIONS, PATTERN, EIGENSTATES, MLP, BIAS)
-FEATURES += (RESIDUAL_SCALE, FIRST_MIX, VALUE_TABLES, HEAD_GATE, BIGRAM, LOGIT_CAP, HEAD, DROPOUT, START)
+FEATURES = (STREAM, CONTEXT, NORM, EMBEDDING_SCALE, EMBEDDING_NORM, ATTENTION, SCORES, QK_NORM, POSITIONS, PATTERN)
+FEATURES += (EIGENSTATES, MLP, BIAS, RESIDUAL_SCALE, FIRST_MIX, VALUE_TABLES, HEAD_GATE, BIGRAM, LOGIT_CAP, HEAD)
+FEATURES += (DROPOUT, START)
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[str, Piece]]:

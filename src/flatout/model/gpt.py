@@ -193,6 +193,8 @@ class GPT(nn.Module):
             x_BTW = do.add_rows(x_BTW, self._bigrams(tokens_BT, places, cache), self.bigram.weight)
         if config.embedding_norm:
             x_BTW = do.unit_norm(x_BTW, config.norm_eps)
+        if config.embedding_scale is not None:
+            x_BTW = x_BTW * config.embedding_scale
         if dropout > 0.0:
             x_BTW = do.drop(x_BTW, dropout, first)
         if config.first_mix:
@@ -323,7 +325,7 @@ class GPT(nn.Module):
                 module.weight.normal_(0.0, tokens if isinstance(module, Embedding) else 0.02, generator=generator)
             elif isinstance(module, Norm):
                 if module.weight is not None:
-                    module.weight.fill_(1.0)
+                    module.weight.fill_(module.start)
                 if module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Block | Attention):

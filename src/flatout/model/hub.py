@@ -1,6 +1,6 @@
 """Descriptions of Hugging Face models: config.json to our model section, and back.
 
-Models of all types in `fields.SUPPORTED` are settings of our one decoder. `fields.py` declares how each of them states
+Models of all types in `families.py` are settings of our one decoder. `fields.py` declares how each of them states
 a field. A setting that our decoder lacks is refused by name; otherwise a slightly different model would be fine-tuned
 silently.
 
@@ -22,22 +22,22 @@ from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.errors import CheckpointError
 from flatout.files import parse_json, read_bounded, reading_hint
-from flatout.model.fields import AGAIN, ANOTHER, FEATURES, FIXED, PATTERN, PATTERNS, SUPPORTED, HubValues, read_pattern
+from flatout.model.families import (
+    AGAIN,
+    ANOTHER,
+    ARCHITECTURES,
+    FIXED,
+    GEMMAS,
+    PATTERNS,
+    SUPPORTED,
+    WHOLE_WIDTH,
+    HubValues,
+)
+from flatout.model.fields import FEATURES, PATTERN, read_pattern
 from flatout.model.seal import check_seal, refuse_link
 
 CONFIG_FILE = "config.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "LlamaModel"),
-    "mistral": ("MistralForCausalLM", "MistralModel"),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
-    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Model"),
-    "olmo2": ("Olmo2ForCausalLM", "Olmo2Model"),
-    "phi3": ("Phi3ForCausalLM", "Phi3Model"),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,8 +230,7 @@ def _nearest(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """The model type that needs the fewest fields changed, and these with their values; none if they are the same."""
     config = folded(config)
     kinds = [kind for kind, fixed in FIXED.items() if fixed["family"] == config.family and kind != "mistral"]
-    if config.width % config.heads:
-        kinds.remove("llama")  # whose width must be a multiple of its heads
+    kinds = [kind for kind in kinds if not (kind in WHOLE_WIDTH and config.width % config.heads)]
     needed = [(kind, _needed(config, kind)) for kind in kinds]
     return min(needed, key=lambda pair: len(pair[1]))
 
@@ -243,6 +242,8 @@ def _needed(config: ModelConfig, kind: str) -> dict[str, Any]:
         wanted |= feature.without
     if config.has_qkv_bias == config.bias and wanted.get("qkv_bias") is None:
         wanted.pop("qkv_bias", None)
+    if kind in GEMMAS:
+        wanted["embedding_scale"] = config.width**0.5
     letters, found = PATTERNS.get(kind, "A"), set(config.kinds)
     if not found <= set(letters) or (kind == "smollm3" and "N" not in found) or (kind == "phi3" and len(found) > 1):
         wanted["pattern"] = letters

@@ -9,6 +9,7 @@ Shape legend: B batch, T positions of this call, H query heads, G key/value head
 
 import functools
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from flatout.model.operations import (
     Stream,
     Turn,
     build_norm,
+    norm_settings,
 )
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import document_attention
@@ -136,7 +138,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, queries + 2 * keys, bias=config.has_qkv_bias)
         self.parts = {"qkv.weight": (queries, keys, keys)}
         self.out = nn.Linear(config.queries, config.width, bias=config.bias)
-        how = {"eps": config.norm_eps, "weight": config.norm_weights, "scale": config.qk_scale}
+        self.cap = config.attention_cap
+        self.query_scale = (self.size / (config.score_divisor or self.size)) ** 0.5  # attention divides by √size
+        how: dict[str, Any] = norm_settings(config) | {"scale": config.qk_scale}
         norm, sizes = (JoinedNorm, (queries, keys)) if config.qk_norm_whole else (RMSNorm, (self.size, self.size))
         self.q_norm = norm(sizes[0], **how) if config.qk_norm else None
         self.k_norm = norm(sizes[1], **how) if config.qk_norm else None
@@ -160,16 +164,17 @@ class Attention(nn.Module):
     def attend(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, shared: Shared, cache: LayerCache | None
     ) -> Tensor:
-        how, qkv, window = shared.operations.execution, (q_BHTD, k_BGTD, v_BGTD), self.window_in(shared)
+        how, qkv = shared.operations.execution, (q_BHTD, k_BGTD, v_BGTD)
+        form = {"window": self.window_in(shared), "cap": self.cap}
         dropout = self.dropout if self.training else 0.0
         if cache is not None:
             assert shared.decoding is not None
-            return cache.attend(*qkv, shared.decoding, backend=how.attention, window=window)
+            return cache.attend(*qkv, shared.decoding, backend=how.attention, **form)
         if shared.layout is None:
-            return causal_attention(*qkv, backend=how.attention, dropout=dropout, window=window)
+            return causal_attention(*qkv, backend=how.attention, dropout=dropout, **form)
         if dropout > 0.0:
             raise ValueError("attention inside packed documents has no dropout")
-        return document_attention(*qkv, shared.layout, backend=how.document_attention, window=window)
+        return document_attention(*qkv, shared.layout, backend=how.document_attention, **form)
 
     def turn_in(self, shared: Shared) -> Turn | None:
         """The rotary positions of this pass; None if this block turns nothing by them."""
@@ -186,10 +191,10 @@ class Attention(nn.Module):
 
 
 def mlp_width_of(config: ModelConfig) -> int:
-    """4·W; for swiglu 8/3·W, rounded up to a multiple of 8: its three matrices then have as many values as two."""
+    """4·W; with a gate 8/3·W, rounded up to a multiple of 8: three matrices then have as many values as two."""
     if config.mlp_width is not None:
         return config.mlp_width
-    if config.mlp == "swiglu":
+    if config.gated_mlp:
         return -(-8 * config.width // 24) * 8
     return 4 * config.width
 
@@ -197,7 +202,7 @@ def mlp_width_of(config: ModelConfig) -> int:
 def mlp_widths(config: ModelConfig) -> tuple[int, int]:
     """(columns of the MLP's first product, rows of its second)."""
     hidden = mlp_width_of(config)
-    return (2 * hidden if config.mlp == "swiglu" else hidden), hidden
+    return (2 * hidden if config.gated_mlp else hidden), hidden
 
 
 class MLP(nn.Module):
@@ -205,7 +210,7 @@ class MLP(nn.Module):
         super().__init__()
         columns, hidden = mlp_widths(config)
         self.kind = config.mlp
-        # swiglu keeps gate and value in one matrix: one product instead of two
+        # gate and value are in one matrix: one product instead of two
         parts = (hidden,) * (columns // hidden)
         self.up = nn.Linear(config.width, columns, bias=config.bias)
         self.parts = {"up.weight": parts}

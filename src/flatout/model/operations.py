@@ -40,6 +40,7 @@ class Norm(nn.Module):
     """Base of both norms. Without weights (`model.norm=plain-rmsnorm`) it only rescales its input."""
 
     centred: bool
+    start = 1.0  # of the weights
 
     def __init__(self, width: int, *, weight: bool, bias: bool, eps: float) -> None:
         super().__init__()
@@ -68,17 +69,24 @@ class _CpuRms(torch.autograd.Function):
 
 
 class RMSNorm(Norm):
-    """`scale` multiplies the result."""
+    """`scale` multiplies the result. With `offset` weights are how much a factor is more than 1."""
 
     centred = False
 
-    def __init__(self, width: int, eps: float = 1e-5, *, weight: bool = True, scale: float = 1.0) -> None:
+    def __init__(
+        self, width: int, eps: float = 1e-5, *, weight: bool = True, scale: float = 1.0, offset: bool = False
+    ) -> None:
         super().__init__(width, weight=weight, bias=False, eps=eps)
-        self.scale = scale
+        self.scale, self.offset = scale, offset
+        self.start = 0.0 if offset else 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight is None and x.device.type == "cpu" and x.itemsize >= 4 and not torch.compiler.is_compiling():
             return _CpuRms.apply(x, self.eps, self.scale)
+        if self.offset and self.weight is not None:  # 1 + weight has too few digits in 16 bits
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            normed = F.rms_norm(wide, (x.shape[-1],), 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
+            return normed if self.scale == 1.0 else normed * self.scale
         weight = None if self.weight is None else self.weight.to(x.dtype)
         normed = F.rms_norm(x, (x.shape[-1],), weight, self.eps)
         return normed if self.scale == 1.0 else normed * self.scale
@@ -113,7 +121,12 @@ class NoNorm(Norm):
 def build_norm(config: ModelConfig, width: int) -> Norm:
     if config.norm == "layernorm":
         return LayerNorm(width, weight=True, bias=config.bias, eps=config.norm_eps)
-    return RMSNorm(width, config.norm_eps, weight=config.norm_weights)
+    return RMSNorm(width, **norm_settings(config))
+
+
+def norm_settings(config: ModelConfig) -> dict[str, Any]:
+    """Of all RMS norms of a model, those of queries and keys too."""
+    return {"eps": config.norm_eps, "weight": config.norm_weights, "offset": config.norm == "offset-rmsnorm"}
 
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions: [T, D/2], or [B, 1, T, D/2] where rows differ
@@ -335,6 +348,8 @@ class Operations:
         q_BHTD, k_BGTD, v_BGTD = self.prepare_heads(*qkv, mixer.norms, mixer.turn_in(shared))
         if made.value_gates_BTG is not None:
             v_BGTD = self.add_values(v_BGTD, made.value_gates_BTG, own.values)
+        if mixer.query_scale != 1.0:
+            q_BHTD = q_BHTD * mixer.query_scale
         y_BHTD = mixer.attend(q_BHTD, k_BGTD, v_BGTD, shared, own.cache)
         if made.head_gates_BTH is not None:
             y_BHTD = self.gate_heads(y_BHTD, made.head_gates_BTH)
@@ -384,9 +399,9 @@ class Operations:
     ) -> Branch:
         """An MLP: `up`, the activation `kind`, `down`."""
         h = up(h_BTW)
-        if kind == "swiglu":
+        if kind in ("swiglu", "geglu"):
             gate, value = h.chunk(2, dim=-1)
-            h = F.silu(gate) * value
+            h = (F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")) * value
         elif kind == "relu2":
             h = F.relu(h).square()
         else:

@@ -38,6 +38,8 @@ def attention(case: SwitchContext) -> Answer:
 
 def _backend(case: SwitchContext) -> tuple[str, str]:
     asked, device, precision = case.asked.attention, case.device, case.used.precision
+    if case.model.attention_cap is not None:
+        return "reference", "" if asked == "reference" else "no other kernel has a cap (model.attention_cap)"
     if asked in ("reference", "sdpa"):
         return asked, ""
     if not case.model.attends:

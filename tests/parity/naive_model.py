@@ -133,7 +133,7 @@ def _attention(
             if config.qk_norm and not config.qk_norm_whole:
                 part = _rms(config, own.get(f"attention.{'q' if number < heads else 'k'}_norm.weight"), part)
                 part = config.qk_scale * part
-            ready.append(_turned(config, part, place) if config.positions == "rope" and kind != "N" else part)
+            ready.append(_turned(config, kind, part, place) if config.positions == "rope" and kind != "N" else part)
         queries.append(ready[:heads])
         keys.append(ready[heads:])
         parts = parts[heads + groups :]
@@ -160,12 +160,16 @@ def _attention(
     return results
 
 
-def _turned(config: ModelConfig, x: Tensor, place: int) -> Tensor:
+def _turned(config: ModelConfig, kind: str, x: Tensor, place: int) -> Tensor:
+    local = kind == "W" and config.rope_local_base is not None
+    base = config.rope_local_base if local else config.rope_base
     turned = int(config.size * config.rope_share)
     half, angles = turned // 2, []
     for i in range(half):
-        rate = config.rope_base ** (-2 * i / turned)
-        if config.rope_scaling == "longrope":
+        rate = base ** (-2 * i / turned)
+        if local or config.rope_scaling is None:
+            pass
+        elif config.rope_scaling == "longrope":
             rate = rate / config.rope_factors[i]
         elif config.rope_scaling == "linear":
             rate = rate / config.rope_factor
@@ -176,7 +180,7 @@ def _turned(config: ModelConfig, x: Tensor, place: int) -> Tensor:
         angles.append(place * rate)
     turn = torch.polar(torch.ones(half, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
     y = torch.complex(x[:half], x[half:turned]) * turn
-    if config.rope_scaling == "longrope":
+    if config.rope_scaling == "longrope" and not local:
         y = y * config.rope_gain
     return torch.cat([y.real, y.imag, x[turned:]])
 

@@ -17,7 +17,7 @@ from flatout.model.merge import merge
 from tests.hub_folders import from_huggingface
 from tests.parity.test_hub_models import build_theirs, distance, load_theirs, tokens
 
-FAMILIES = ["smollm3", "olmo2", "phi3", "phi4-mini", "gemma2", "gemma2-uncapped"]
+FAMILIES = ["smollm3", "olmo2", "phi3", "phi4-mini", "gemma2", "gemma2-uncapped", "gemma3", "gemma3-wide-window"]
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 

@@ -35,6 +35,10 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 300.0, "partial_rotary_factor": 0.6,
     "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 8.0, 8.0, 9.0],
 }  # fmt: skip
+GEMMA3 = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rms_norm_eps": 1e-3}),
     "llama-tied-heads-of-8": ("Llama", {"tie_word_embeddings": True, "head_dim": 8, "vocab_size": 257}),
@@ -63,6 +67,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-uncapped": ("Gemma2", {"pad_token_id": None, "head_dim": 10, "query_pre_attn_scalar": 10,
                                    "attn_logit_softcapping": None, "final_logit_softcapping": None,
                                    "tie_word_embeddings": False, "sliding_window": CONTEXT}),
+    "gemma3": ("Gemma3", {"pad_token_id": None, "head_dim": 10, "sliding_window": 7, "query_pre_attn_scalar": 17,
+                          "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+                          "rope_parameters": GEMMA3}),
+    "gemma3-wide-window": ("Gemma3", {"pad_token_id": None, "head_dim": 12, "sliding_window": CONTEXT,
+                                      "query_pre_attn_scalar": 12, "tie_word_embeddings": False,
+                                      "final_logit_softcapping": 3.0}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 10, "rms_norm_eps": 1e-2}),
 }  # fmt: skip
 
@@ -72,7 +82,7 @@ def build_theirs(name: str) -> Any:
     import transformers  # here: every process that collects tests would pay
 
     kind, changes = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**SHAPE | changes)
+    config = getattr(transformers, f"{kind}{'Text' if kind == 'Gemma3' else ''}Config")(**SHAPE | changes)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -117,7 +127,7 @@ def test_logits_and_all_gradients_agree(pair):
     x = tokens(ours.vocab)
     targets = x.roll(-1, dims=1)
     with torch.no_grad():
-        assert distance(ours.eval().logits(x), theirs(x).logits) < 1e-5
+        assert distance(ours.eval().logits(x), theirs(x).logits) < 5e-6
     theirs.zero_grad()
     loss = torch.nn.functional.cross_entropy(theirs(x).logits.flatten(0, 1), targets.flatten())
     loss.backward()
@@ -300,7 +310,7 @@ def test_missing_keys_mean_what_they_mean_to_transformers(kind, old, tmp_path):
         "intermediate_size": 300,
     }  # fmt: skip
     if old:
-        scaling = None if kind == "phi3" else {"type": "linear", "factor": 2.0}
+        scaling = None if kind == "phi3" else {"type": "linear", "rope_type": "linear", "factor": 2.0}
         values |= {"rope_theta": 7000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(values))
     from transformers import AutoConfig
@@ -316,8 +326,11 @@ def test_missing_keys_mean_what_they_mean_to_transformers(kind, old, tmp_path):
     if kind == "smollm3":
         assert [kind != "N" for kind in ours.config.kinds] == [bool(one) for one in theirs.no_rope_layers]
     assert ours.config.tied == theirs.tie_word_embeddings
-    assert ours.config.rope_base == theirs.rope_parameters["rope_theta"]
-    assert (ours.config.rope_scaling or "default") == theirs.rope_parameters["rope_type"]
+    rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    assert (ours.config.rope_base, ours.config.rope_scaling or "default") == (rope["rope_theta"], rope["rope_type"])
+    if kind == "gemma3_text":
+        assert ours.config.rope_local_base == theirs.rope_parameters["sliding_attention"]["rope_theta"]
+        assert ["WA"[kind == "full_attention"] for kind in theirs.layer_types] == list(ours.config.kinds)
     assert ours.begin_of_text == theirs.bos_token_id
     assert ours.end_of_text == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     assert ours.dtype == ("bfloat16" if old else None)

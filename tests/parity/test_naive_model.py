@@ -47,6 +47,7 @@ KINDS = {
     "part of a head": {"rope_share": 0.75, "qk_norm": 0.7, "head_size": 8, "kv_heads": 2},
     "gemma": {"norm": "offset-rmsnorm", "norm_place": "both", "mlp": "geglu", "embedding_scale": 3.0, "kv_heads": 2,
               "score_divisor": 3, "attention_cap": 0.7, "pattern": "WA"},
+    "local base": {"pattern": "WA", "rope_local_base": 50.0, "rope_scaling": "linear", "rope_factor": 3.0},
     "scaled embedding": {"embedding_scale": 3.0, "embedding_norm": True},
     "mixed": {"pattern": "EWA", "layers": 3, "positions": "learned"},
 }  # fmt: skip

@@ -164,7 +164,7 @@ KINDS = {
 
 KINDS_OF_ONE_ROW = KINDS | {
     "learned": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "residual_scale": 0.5},
-    "scaled": {"embedding_scale": 5.5},
+    "scaled": {"embedding_scale": 5.5, "pattern": "WA", "window": 4, "rope_local_base": 20.0},
     "grouped values": {"family": "gpt", "kv_heads": 2, "value_tables": 1, "norm": "rmsnorm", "qk_norm": True},
 }
 

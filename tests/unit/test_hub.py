@@ -58,6 +58,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "pattern": "WA",
         "window": 5,
     },
+    "gemma3_text": {
+        "norm": "offset-rmsnorm",
+        "norm_place": "both",
+        "mlp": "geglu",
+        "embedding_scale": 24**0.5,
+        "pattern": "WA",
+        "window": 40,
+        "rope_local_base": 500.0,
+        "rope_scaling": "linear",
+    },
 }
 
 
@@ -457,6 +467,16 @@ def test_a_damaged_folder_gives_one_clear_error(what, good, tmp_path):
         ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "only full and sliding attention"),
         ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', not a number"),
         ("gemma2", {"attention_bias": True}, "only both or none"),
+        ("gemma3_text", {"model_type": "gemma3"}, "a model of type 'gemma3', which is not supported"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, Gemma 3 has none"),
+        ("gemma3_text", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern is 0"),
+        ("gemma3_text", {"rope_parameters": [1]}, "rotary settings .* are not supported"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rotary scaling of type 'linear' in windows",
+        ),
+        ("gemma3_text", {"rope_local_base_freq": "x"}, "rope_local_base_freq is 'x', not a number"),
         ("phi3", {"partial_rotary_factor": 0.1}, "rope_share 0.1 turns 0 of 6 channels"),
     ],
 )
@@ -466,6 +486,19 @@ def test_what_a_family_has_beyond_ours_is_refused_by_name(kind, values, message,
     change(tmp_path / "m", **values)
     with pytest.raises(CheckpointError, match=message):
         read_description(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [("smollm3", {"no_rope_layers": [1, 1]}), ("gemma3_text", {"layer_types": ["full_attention"] * 2})],
+)
+def test_blocks_that_turn_otherwise_are_another_model(kind, values, tmp_path):
+    write(tmp_path / "m", kind)
+    before = read_description(tmp_path / "m")
+    check_same_model(before.config, read_description(tmp_path / "m", context=9), "")
+    change(tmp_path / "m", **values)
+    with pytest.raises(CheckpointError, match="the model has pattern"):
+        check_same_model(before.config, read_description(tmp_path / "m"), "")
 
 
 def test_longrope_goes_as_far_as_its_short_factors(tmp_path):

@@ -91,6 +91,8 @@ class ModelConfig(Section):
     """How the model knows where a token stands."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary frequencies."""
+    rope_local_base: Annotated[float, Field(gt=1.0)] | None = None
+    """Base of the rotary frequencies in W blocks, which are not scaled then; null: those of all other blocks."""
     rope_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share of a head's channels that rotary positions turn, the first ones; the others stay as they are."""
     rope_scaling: Literal["linear", "llama3", "longrope"] | None = None

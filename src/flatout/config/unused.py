@@ -36,7 +36,7 @@ _OF_SCALINGS = {
 }
 # What only blocks of one letter read.
 _OF_BLOCKS = {
-    "model.window": "W",
+    **dict.fromkeys(("model.window", "model.rope_local_base"), "W"),
     "train.window_stages": "W",
     **dict.fromkeys(("model.states", "speed.scan"), "E"),
     **{
@@ -107,7 +107,7 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def _unused_rotary(model: ModelConfig) -> Iterator[tuple[str, str, str]]:
     """What these positions do not read of the settings of rotary ones."""
-    for name in ("rope_base", "rope_share") if model.positions != "rope" else ():
+    for name in ("rope_base", "rope_local_base", "rope_share") if model.positions != "rope" else ():
         hint = f"set model.positions=rope, or leave model.{name} out"
         yield f"model.{name}", f"model.positions is {model.positions}", hint
     scaling = "null" if model.rope_scaling is None else model.rope_scaling

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Model"),
     "phi3": ("Phi3ForCausalLM", "Phi3Model"),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
+    "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
     "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
 }
 _LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
@@ -44,6 +45,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000,
     },
     "gemma2": _GEMMA,
+    "gemma3_text": {
+        **_GEMMA, "max_position_embeddings": 131072, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6,
+    },
     "gpt2": {"n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256},
 }  # fmt: skip
 # What all models of a type have; the fields that are not here follow from the rest of a config.json.
@@ -57,6 +62,7 @@ _LLAMA_FIELDS: dict[str, Any] = {
     "qk_norm_whole": False,
     "fused_projections": False,
     "rope_share": 1.0,
+    "rope_local_base": None,
     "embedding_scale": None,
     "attention_cap": None,
     "score_divisor": None,
@@ -71,6 +77,13 @@ def _but(fields: dict[str, Any], *free: str, **other: Any) -> dict[str, Any]:
     return {field: value for field, value in fields.items() if field not in free} | other
 
 
+_GEMMA_FIELDS = _but(
+    _NO_BIAS,
+    *("embedding_scale", "attention_cap", "score_divisor", "logit_cap"),
+    norm="offset-rmsnorm",
+    norm_place="both",
+    mlp="geglu",
+)
 FIXED: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_FIELDS,
     "mistral": _NO_BIAS,
@@ -79,22 +92,18 @@ FIXED: dict[str, dict[str, Any]] = {
     "smollm3": _LLAMA_FIELDS,
     "olmo2": _but(_NO_BIAS, norm_place="after", qk_norm=True, qk_norm_whole=True),
     "phi3": _but(_NO_BIAS, "rope_share", fused_projections=True),
-    "gemma2": _but(
-        _NO_BIAS,
-        *("embedding_scale", "attention_cap", "score_divisor", "logit_cap"),
-        norm="offset-rmsnorm",
-        norm_place="both",
-        mlp="geglu",
-    ),
+    "gemma2": _GEMMA_FIELDS,
+    "gemma3_text": _but(_GEMMA_FIELDS, "rope_local_base", qk_norm=True, attention_cap=None),
     "gpt2": {"family": "gpt2"},
 }
 # The kinds of blocks that models of a type may have; of others, A alone.
-PATTERNS = {"smollm3": "AN", "phi3": "AW", "gemma2": "AW"}
+PATTERNS = {"smollm3": "AN", "phi3": "AW", "gemma2": "AW", "gemma3_text": "AW"}
+GEMMAS = ("gemma2", "gemma3_text")
 # Types whose width must be a multiple of their heads.
-WHOLE_WIDTH = ("llama", "gemma2")
-GEMMAS = ("gemma2",)
+WHOLE_WIDTH = ("llama", *GEMMAS)
 SUPPORTED = tuple(ARCHITECTURES)
 ANOTHER = f"use a model of type {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
+HINTS = {"gemma3": "it reads pictures too: use a model of text alone, of type gemma3_text, such as gemma-3-1b"}
 AGAIN = "fetch the folder again"
 _MOST = 2**40  # of any number: with larger ones torch cannot compute the memory it would need
 # The bounds of our own fields (config/model_section.py) by the names of both formats. Checked when a key is read,

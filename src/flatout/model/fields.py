@@ -203,6 +203,8 @@ def _read_caps(read: HubValues) -> dict[str, Any]:
         raise read.refuse("use_bidirectional_attention is true, only attention to tokens before is supported")
     size, divisor = read.whole("head_dim"), read.whole("query_pre_attn_scalar")
     cap = read.number_or_none("attn_logit_softcapping")
+    if cap is not None and read.kind == "gemma3_text":  # transformers leaves it out, and config.json says otherwise
+        raise read.refuse(f"attn_logit_softcapping is {cap}, Gemma 3 has none")
     return {"attention_cap": cap, "score_divisor": None if divisor == size else divisor}
 
 
@@ -318,9 +320,14 @@ QK_NORM = ModelFeature(
 )
 
 
-def _rope_of(read: HubValues) -> HubValues:
-    """The rotary settings, from either spelling."""
+def _rope_of(read: HubValues, kind: str = "full_attention") -> HubValues:
+    """The rotary settings, from either spelling; those of one `kind` of layers where these differ."""
     rope = read.get("rope_scaling") or read.get("rope_parameters") or {}
+    if read.kind == "gemma3_text":
+        both = read.get("rope_parameters") or {}
+        rope = (both.get(kind) if isinstance(both, dict) else both) or {}
+        if kind == "full_attention" and isinstance(rope, dict):
+            rope = rope | (read.get("rope_scaling") or {})
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise read.refuse(f"rotary settings {shorten(rope)} are not supported: one set for all layers is")
     return HubValues(rope, read.path)
@@ -362,6 +369,12 @@ def _read_rope(read: HubValues) -> dict[str, Any]:
         raise read.refuse(f"partial_rotary_factor is {share}, only whole heads can be turned")
     base = (inside if "rope_theta" in inside.values else read).number("rope_theta", 10000.0)
     fields: dict[str, Any] = {"rope_base": base, "rope_scaling": kind, "rope_share": share}
+    if read.kind == "gemma3_text":
+        local = _rope_of(read, _TYPES["W"])
+        if local.get("rope_type", "default") != "default":
+            raise read.refuse(f"rotary scaling of type {shorten(local.get('rope_type'))} in windows is not supported")
+        named = "rope_theta" in local.values
+        fields["rope_local_base"] = local.number("rope_theta") if named else read.number("rope_local_base_freq")
     if kind == "longrope":
         return fields | _read_longrope(read, inside)
     if kind is not None:
@@ -389,14 +402,16 @@ def _write_rope(model: ModelConfig, kind: str) -> dict[str, Any]:
             "high_freq_factor": model.rope_high,
             "original_max_position_embeddings": model.rope_original_context,
         }
-    share = {"partial_rotary_factor": model.rope_share} if kind == "phi3" else {}
-    return {"rope_theta": model.rope_base, "rope_scaling": None if model.rope_scaling is None else scaling, **share}
+    own: dict[str, dict[str, Any]] = {"phi3": {"partial_rotary_factor": model.rope_share}}
+    own["gemma3_text"] = {"rope_local_base_freq": model.rope_local_base}
+    written = {"rope_theta": model.rope_base, "rope_scaling": None if model.rope_scaling is None else scaling}
+    return written | own.get(kind, {})
 
 
 POSITIONS = ModelFeature(
     fields=(
         "positions",
-        *("rope_base", "rope_share", "rope_scaling", "rope_factor", "rope_low", "rope_high"),
+        *("rope_base", "rope_local_base", "rope_share", "rope_scaling", "rope_factor", "rope_low", "rope_high"),
         *("rope_original_context", "rope_factors", "rope_gain"),
     ),
     gpt2=Format(modules=lambda model: {"wpe": Piece("positions")}),
@@ -418,8 +433,8 @@ def read_pattern(read: HubValues, layers: int, context: int) -> dict[str, Any]:
         return {}
     types: Any = ["sliding_attention"] * layers
     if read.kind in GEMMAS:
-        usual = [_TYPES["AW"[(layer + 1) % 2]] for layer in range(layers)]
-        types = usual if read.get("layer_types") is None else read.get("layer_types")
+        every, types = 2 if read.kind == "gemma2" else read.whole("sliding_window_pattern"), read.get("layer_types")
+        types = [_TYPES["W" if (layer + 1) % every else "A"] for layer in range(layers)] if types is None else types
     elif read.kind in ("qwen2", "qwen3"):
         full = min(layers, read.whole("max_window_layers", least=0))
         types = read.get("layer_types") or [_TYPES["A"]] * full + types[full:]
@@ -428,7 +443,7 @@ def read_pattern(read: HubValues, layers: int, context: int) -> dict[str, Any]:
     if read.kind in ("qwen2", "qwen3") and not read.flag("use_sliding_window"):
         return {}
     window = read.whole_or_none("sliding_window") if _TYPES["W"] in types else None
-    if window is None or window >= context:
+    if window is None or (window >= context and read.kind != "gemma3_text"):  # whose windows turn otherwise
         return {}
     if len(types) != layers:
         raise read.refuse(f"layer_types names {len(types):,} layers, and there are {layers:,}")

@@ -80,6 +80,7 @@ class GPT(nn.Module):
         self.value_tables = nn.ModuleList(TokenTable(vocab, config.keys, std=0.01) for _ in range(config.value_tables))
         self.bigram = TokenTable(config.bigram_rows, config.width, std=0.0) if config.bigram_rows else None
         self.rotary = Rotary(config) if config.positions == "rope" and config.attends else None
+        self.local_rotary = Rotary(config, local=True) if self.rotary and config.rope_local_base else None
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
         self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
@@ -183,7 +184,8 @@ class GPT(nn.Module):
         places = slice(0, tokens_BT.shape[1]) if decoding is None else decoding.places
         places = places if layout is None else layout.positions_BT
         positions_TW = None if self.positions is None else self.positions(places)
-        shared = Shared(do, None if self.rotary is None else self.rotary(places), layout, decoding, window=window)
+        turn, local = (None if rotary is None else rotary(places) for rotary in (self.rotary, self.local_rotary))
+        shared = Shared(do, turn, local, layout, decoding, window=window)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
         first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
@@ -365,8 +367,9 @@ def empty_model(
     model._apply(
         lambda x: torch.empty(x.shape, dtype=torch.float32 if id(x) in tables else dtype, device=torch.device(device))
     )
-    if model.rotary is not None and not model.rotary.cos_TD.is_meta:
-        model.rotary.fill()
+    for rotary in (model.rotary, model.local_rotary):
+        if rotary is not None and not rotary.cos_TD.is_meta:
+            rotary.fill()
     for mixer in model.eigenstates:
         mixer.fill()
     return model

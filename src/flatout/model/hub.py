@@ -28,6 +28,7 @@ from flatout.model.families import (
     ARCHITECTURES,
     FIXED,
     GEMMAS,
+    HINTS,
     PATTERNS,
     SUPPORTED,
     WHOLE_WIDTH,
@@ -139,6 +140,8 @@ def check_same_model(config: ModelConfig, description: Description, hint: str) -
 def _reaches(config: ModelConfig, context: int) -> list[int]:
     """How many tokens each block attends to within `context`: 0 for eigenstates, below 0 without positions."""
     reach = {"A": context, "N": -context, "W": min(context, config.window), "E": 0}
+    if config.rope_local_base is not None:  # which makes a W block another one than A, however far both reach
+        reach["W"] += context
     return [reach[kind] for kind in config.kinds]
 
 
@@ -160,7 +163,9 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
 def _check_kind(values: dict[str, Any], path: Path) -> None:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in SUPPORTED:
-        raise CheckpointError(f"{path} describes a model of type {shorten(kind)}, which is not supported", ANOTHER)
+        raise CheckpointError(
+            f"{path} describes a model of type {shorten(kind)}, which is not supported", HINTS.get(str(kind), ANOTHER)
+        )
     if values.get("quantization_config"):
         raise CheckpointError(
             f"{path}: the weights are quantised", "use the model in its unquantised form; quantise while fine-tuning"
@@ -244,6 +249,8 @@ def _needed(config: ModelConfig, kind: str) -> dict[str, Any]:
         wanted.pop("qkv_bias", None)
     if kind in GEMMAS:
         wanted["embedding_scale"] = config.width**0.5
+    if kind == "gemma3_text" and config.rope_local_base is None:
+        wanted["rope_local_base"] = 10000.0
     letters, found = PATTERNS.get(kind, "A"), set(config.kinds)
     if not found <= set(letters) or (kind == "smollm3" and "N" not in found) or (kind == "phi3" and len(found) > 1):
         wanted["pattern"] = letters

@@ -178,6 +178,8 @@ class Attention(nn.Module):
 
     def turn_in(self, shared: Shared) -> Turn | None:
         """The rotary positions of this pass; None if this block turns nothing by them."""
+        if self.kind == "W" and shared.local_turn is not None:
+            return shared.local_turn
         return None if self.kind == "N" else shared.turn
 
     def window_in(self, shared: Shared) -> int | None:

@@ -153,8 +153,11 @@ def scaled_rates(rates_D: Tensor, config: ModelConfig) -> Tensor:
 class Rotary(nn.Module):
     """Cosines and sines of rotary positions in fp32, derived from the config and never saved."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, local: bool = False) -> None:
+        """`local`: those of W blocks, where they have a base of their own."""
         super().__init__()
+        if local:
+            config = config.model_copy(update={"rope_base": config.rope_local_base, "rope_scaling": None})
         self.config = config
         self.register_buffer("cos_TD", torch.empty(config.context, config.turned // 2), persistent=False)
         self.register_buffer("sin_TD", torch.empty(config.context, config.turned // 2), persistent=False)
@@ -247,6 +250,7 @@ class Shared:
 
     operations: "Operations"
     turn: Turn | None = None  # `Attention.turn_in` has that of a block
+    local_turn: Turn | None = None
     layout: DocumentLayout | None = None
     decoding: Decoding | None = None
     first: Any = None  # the first stream, if blocks mix it in

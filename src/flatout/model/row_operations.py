@@ -37,7 +37,7 @@ class RowOperations(Operations):
         """`arrays`: views of weights that were made before."""
         super().__init__(execution)
         self.arrays = arrays
-        self.turn: tuple[Array, Array] | None = None
+        self.turns: dict[int, tuple[Array, Array]] = {}
 
     def _of(self, x: Tensor) -> Array:
         found = self.arrays.get(x)
@@ -132,10 +132,10 @@ class RowOperations(Operations):
 
     def _turn(self, turn: tuple[Tensor, Tensor]) -> tuple[Array, Array]:
         """Cosines and signed sines for both halves of a head."""
-        if self.turn is None:
+        if id(turn) not in self.turns:
             cos, sin = (x[0].numpy() for x in turn)
-            self.turn = np.concatenate([cos, cos]), np.concatenate([-sin, sin])
-        return self.turn
+            self.turns[id(turn)] = np.concatenate([cos, cos]), np.concatenate([-sin, sin])
+        return self.turns[id(turn)]
 
     def advance_states(self, mixer: Eigenstate, h_BTW: Any, shared: Shared, own: Own) -> Any:
         both_BTC = torch.from_numpy(self._times(h_BTW, mixer.inward))[None, None]

@@ -161,8 +161,9 @@ def _attention(
 
 
 def _turned(config: ModelConfig, kind: str, x: Tensor, place: int) -> Tensor:
-    local = kind == "W" and config.rope_local_base is not None
-    base = config.rope_local_base if local else config.rope_base
+    base, local = config.rope_base, kind == "W" and config.rope_local_base is not None
+    if kind == "W" and config.rope_local_base is not None:
+        base = config.rope_local_base
     turned = int(config.size * config.rope_share)
     half, angles = turned // 2, []
     for i in range(half):

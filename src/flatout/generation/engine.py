@@ -91,11 +91,12 @@ class Engine:
     ) -> None:
         """`room`: positions of a row, at most the context. `vocab`: ids below it are sampled.
 
-        `kernels`: those for decoding, in recorded graphs. `invariant`: every pass has all rows and every prompt is read
-        alone and whole, so that a text is the same to the bit, whatever runs beside it. `scope`: the arithmetic of
-        every pass.
+        `kernels`: those for decoding, in recorded graphs, if they know the model. `invariant`: every pass has all rows
+        and every prompt is read alone and whole, so that a text is the same to the bit, whatever runs beside it.
+        `scope`: the arithmetic of every pass.
         """
         self.invariant = invariant
+        kernels = kernels and not model.config.beyond_kernels
         self.model, self.kernels, self.scope, self.vocab = model, kernels, scope, vocab
         self.device = model.embedding.weight.device
         self.was_training = model.training

@@ -32,6 +32,7 @@ from tests.hub_folders import from_huggingface
 pytestmark = pytest.mark.usefixtures("children_stay")
 
 STREAM = ["data.source=many.jsonl", "data.tokenizer=bytes", "data.split=document"]
+LONGROPE = ["model.rope_scaling=longrope", "model.rope_factors=[1, 1, 1, 2, 2, 3, 4, 9]"]
 LLAMA3 = ["model.rope_scaling=llama3", "model.rope_original_context=64"]
 STATES = ["model.layers=2", "model.pattern=EA", "model.states=16"]
 WINDOWS = ["model.layers=2", "model.pattern=AW", "model.window=9"]
@@ -53,8 +54,10 @@ OTHER: dict[str, str | list[str]] = {
     "model.context": "32",
     "model.vocab": "100",
     "model.norm": "layernorm",
+    "model.norm_place": "both",
     "model.norm_eps": "0.01",
     "model.embedding_norm": "false",
+    "model.embedding_scale": "3.0",
     "model.zero_init": "false",
     "model.positions": "learned",
     "model.rope_base": "100.0",
@@ -63,11 +66,19 @@ OTHER: dict[str, str | list[str]] = {
     "model.rope_low": [*LLAMA3, "model.rope_low=2.0"],
     "model.rope_high": [*LLAMA3, "model.rope_high=2.0"],
     "model.rope_original_context": [*LLAMA3, "model.rope_original_context=128"],
+    "model.rope_local_base": [*WINDOWS, "model.rope_local_base=50.0"],
+    "model.rope_share": "0.5",
+    "model.rope_factors": [*LONGROPE, "model.rope_factors=[1, 2, 2, 2, 2, 3, 4, 9]"],
+    "model.rope_gain": [*LONGROPE, "model.rope_gain=1.5"],
     "model.mlp": "relu2",
     "model.mlp_width": "40",
     "model.bias": "true",
     "model.qkv_bias": "true",
     "model.qk_norm": "false",
+    "model.qk_norm_whole": "true",
+    "model.score_divisor": "5",
+    "model.attention_cap": "0.5",
+    "model.fused_projections": "true",
     "model.residual_scale": "0.1",
     "model.logit_cap": "2.0",
     "model.first_mix": "true",
@@ -188,9 +199,11 @@ BESIDE: dict[str, list[str]] = {
     "model.rope_factor": ["model.rope_scaling=linear"],
     **{f"model.{name}": ["model.layers=2"] for name in ("pattern", "value_tables")},
     "model.window": WINDOWS,
+    "model.rope_local_base": WINDOWS,
     "model.states": STATES,
     "speed.scan": STATES,
     **{f"model.rope_{name}": LLAMA3 for name in ("low", "high", "original_context")},
+    **{f"model.rope_{name}": LONGROPE for name in ("factors", "gain")},
     "model.init_from": GPT2,
     "data.format": ["data.source=rows.txt"],
     "data.field": ["data.source=many.jsonl"],
@@ -215,8 +228,9 @@ BESIDE: dict[str, list[str]] = {
 # Read by the terminal alone, or about files beside the run: tests/end_to_end/test_cli.py counts lines and looks for
 # them. And what a CPU refuses when it is written:
 # tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
-# Several ranks: tests/end_to_end/test_many.py.
+# Several ranks: tests/end_to_end/test_many.py. What adapters go by: tests/parity/test_families.py.
 ELSEWHERE = {
+    "model.fused_projections",
     "output.log_every",
     "output.trackers",
     "parallel.form",
@@ -336,7 +350,8 @@ def test_a_field_of_the_model_that_is_accepted_changes_it(kind: str):
             check_used(loaded := load_config(PLAIN, [*pattern, own]))
         except ConfigError:
             continue
-        if value_at(loaded.config, field) == value_at(plain, field) or field in ("model.init_from", "model.pattern"):
+        same = value_at(loaded.config, field) == value_at(plain, field)
+        if same or field in ELSEWHERE or field in ("model.init_from", "model.pattern"):
             continue
         accepted += 1
         assert built(loaded.config.model) != before or (kind, field) == ("E", HEADS), f"{own} changes nothing"

@@ -22,6 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OTHERS = {
     "learned positions": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "qk_norm": False},
     "scaled": {"family": "gpt", "head_size": 6, "qkv_bias": True, "rope_scaling": "llama3", "rope_original_context": 8},
+    "scaled embedding": {"embedding_scale": 5.5, "pattern": "WA", "window": 4, "rope_local_base": 20.0},
     "residual scale": {"family": "gpt", "residual_scale": 0.3, "mlp": "gelu"},
 }
 

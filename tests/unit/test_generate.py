@@ -147,11 +147,26 @@ KINDS = {
     },
     "windows": {"family": "gpt", "pattern": "WA", "window": 4},
     "eigenstates": {"family": "gpt", "pattern": "EA", "states": 16},
+    "no positions": {"pattern": "AN", "kv_heads": 2},
+    "norms after": {"norm_place": "after", "qk_norm_whole": True, "kv_heads": 2},
+    "part of a head": {"rope_share": 0.75},
+    "gemma": {
+        "norm": "offset-rmsnorm",
+        "norm_place": "both",
+        "mlp": "geglu",
+        "score_divisor": 3,
+        "attention_cap": 2.0,
+        "pattern": "WA",
+        "window": 4,
+        "embedding_scale": 5.5,
+    },
 }
 
 
-KINDS_IN_NUMPY = KINDS | {
+BEYOND_KERNELS = ("norms after", "part of a head", "gemma")
+KINDS_IN_NUMPY = {kind: fields for kind, fields in KINDS.items() if kind not in BEYOND_KERNELS} | {
     "learned": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "residual_scale": 0.5},
+    "scaled": {"embedding_scale": 5.5, "pattern": "WA", "window": 4, "rope_local_base": 20.0},
     "grouped values": {"family": "gpt", "kv_heads": 2, "value_tables": 1, "norm": "rmsnorm", "qk_norm": True},
     "unbounded": {"family": "gpt", "norm": "plain-rmsnorm", "qk_norm": 5.0},
 }
@@ -165,7 +180,8 @@ def test_passes_in_numpy_give_the_probabilities_of_torch(kind, rows):
     for in_numpy in (True, False):
         engine = Engine(model, rows=rows, penalties=True)
         assert engine.in_numpy
-        assert bool(engine.listed) == (kind not in ("windows", "eigenstates")), "prompts in NumPy need whole caches"
+        whole = kind not in ("windows", "eigenstates", "scaled")
+        assert bool(engine.listed) == whole, "prompts in NumPy need whole caches"
         if not in_numpy:
             engine.in_numpy, engine.listed = False, 0
         asked = [engine.add(dataclasses.replace(one, logprobs=0)) for one in requests(7)]

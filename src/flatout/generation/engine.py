@@ -98,11 +98,12 @@ class Engine:
     ) -> None:
         """`room`: positions of a row, at most the context. `vocab`: ids below it are sampled.
 
-        `kernels`: those for decoding, in recorded graphs. `invariant`: every pass has all rows and every prompt is read
-        alone and whole, so that a text is the same to the bit, whatever runs beside it. `scope`: the arithmetic of
-        every pass.
+        `kernels`: those for decoding, in recorded graphs, if they know the model. `invariant`: every pass has all rows
+        and every prompt is read alone and whole, so that a text is the same to the bit, whatever runs beside it.
+        `scope`: the arithmetic of every pass.
         """
         self.invariant = invariant
+        kernels = kernels and not model.config.beyond_kernels
         self.model, self.kernels, self.scope, self.vocab = model, kernels, scope, vocab
         self.device = model.embedding.weight.device
         self.was_training = model.training
@@ -117,7 +118,8 @@ class Engine:
         weights = list(model.parameters())
         # neither sharded nor in 4 bits, and no head in 8
         whole = all(type(weight) is nn.Parameter for weight in weights) and model.head.int8 is None
-        self.in_numpy = self.device.type == "cpu" and wide and whole and not (invariant or kernels)
+        known = wide and whole and not model.config.beyond_kernels
+        self.in_numpy = self.device.type == "cpu" and known and not (invariant or kernels)
         size = sum(weight.numel() for weight in weights)
         self.threads = 1 if self.device.type == "cpu" and size < SMALL else None  # of torch; None: as they are
         self.draws = self.device.type == "cuda" and find_spec("triton") is not None

@@ -97,14 +97,22 @@ class LayerCache:
         return k_BGSD, v_BGSD, decoding.masks[kind]
 
     def attend(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding, *, backend: str, window: int | None
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        decoding: Decoding,
+        *,
+        backend: str,
+        window: int | None,
+        cap: float | None = None,
     ) -> Tensor:
         """Attention of the new positions to themselves and to the cache, which is extended."""
         if decoding.fresh:
             self.write(k_BGTD, v_BGTD, decoding)
-            return causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=backend, window=window)
+            return causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=backend, window=window, cap=cap)
         k_BGSD, v_BGSD, mask_BTS = self.extend(k_BGTD, v_BGTD, decoding, window)
-        return masked_attention(q_BHTD, k_BGSD, v_BGSD, mask_BTS)
+        return masked_attention(q_BHTD, k_BGSD, v_BGSD, mask_BTS, cap)
 
 
 class EigenstateCache:

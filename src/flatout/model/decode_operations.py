@@ -85,7 +85,7 @@ class DecodeOperations(Operations):
 
     def attention(self, mixer: Any, made: Any, shared: Shared, own: Own) -> Any:
         assert shared.decoding is not None
-        cache, norms = own.cache, mixer.norms
+        cache, norms, turn = own.cache, mixer.norms, mixer.turn_in(shared)
         rows = len(made.qkv_RC)
         return attend(
             made.qkv_RC,
@@ -95,7 +95,7 @@ class DecodeOperations(Operations):
             cache.done_BG,
             heads=mixer.heads,
             window=mixer.window_in(shared),
-            turn=None if shared.turn is None else (_of_each(shared.turn[0], rows), _of_each(shared.turn[1], rows)),
+            turn=None if turn is None else (_of_each(turn[0], rows), _of_each(turn[1], rows)),
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].scale),
             values=None if not made.values else own.values.flatten(0, 1),
             gates_RC=made.gates_RC,

@@ -80,6 +80,7 @@ class GPT(nn.Module):
         self.value_tables = nn.ModuleList(TokenTable(vocab, config.keys, std=0.01) for _ in range(config.value_tables))
         self.bigram = TokenTable(config.bigram_rows, config.width, std=0.0) if config.bigram_rows else None
         self.rotary = Rotary(config) if config.positions == "rope" and config.attends else None
+        self.local_rotary = Rotary(config, local=True) if self.rotary and config.rope_local_base else None
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
         self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
@@ -183,8 +184,9 @@ class GPT(nn.Module):
         places = slice(0, tokens_BT.shape[1]) if decoding is None else decoding.places
         places = places if layout is None else layout.positions_BT
         positions_TW = None if self.positions is None else do.at(self.positions, places)
-        turn = None if self.rotary is None else do.at(self.rotary, places)
-        shared = Shared(do, turn, layout, decoding, window=window)
+        rotaries = (self.rotary, self.local_rotary)
+        turn, local = (None if rotary is None else do.at(rotary, places) for rotary in rotaries)
+        shared = Shared(do, turn, local, layout, decoding, window=window)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
         first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
@@ -195,6 +197,8 @@ class GPT(nn.Module):
             x_BTW = do.add_rows(x_BTW, ids_BT, self.bigram.weight)
         if config.embedding_norm:
             x_BTW = do.unit_norm(x_BTW, config.norm_eps)
+        if config.embedding_scale is not None:
+            x_BTW = do.scaled(x_BTW, config.embedding_scale)
         if dropout > 0.0:
             x_BTW = do.drop(x_BTW, dropout, first)
         if config.first_mix:
@@ -225,8 +229,11 @@ class GPT(nn.Module):
         """The form of operations for this pass, and each block's weight copies in narrower types, up to date.
 
         With a cache it is torch's form, NumPy's, or for one token of every row that of the kernels for decoding.
+        What our kernels do not have is torch's form in every pass.
         """
         how, nothing = self.execution, [NarrowBlock()] * len(self.blocks)
+        if self.config.beyond_kernels:
+            return Operations(how), nothing
         if cache is not None and cache.kernels and tokens_BT.shape[1] == 1:
             from flatout.model.decode_operations import DecodeOperations
 
@@ -322,7 +329,7 @@ class GPT(nn.Module):
                 module.weight.normal_(0.0, tokens if isinstance(module, Embedding) else 0.02, generator=generator)
             elif isinstance(module, Norm):
                 if module.weight is not None:
-                    module.weight.fill_(1.0)
+                    module.weight.fill_(module.start)
                 if module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Block | Attention):
@@ -362,8 +369,9 @@ def empty_model(
     model._apply(
         lambda x: torch.empty(x.shape, dtype=torch.float32 if id(x) in tables else dtype, device=torch.device(device))
     )
-    if model.rotary is not None and not model.rotary.cos_TD.is_meta:
-        model.rotary.fill()
+    for rotary in (model.rotary, model.local_rotary):
+        if rotary is not None and not rotary.cos_TD.is_meta:
+            rotary.fill()
     for mixer in model.eigenstates:
         mixer.fill()
     return model

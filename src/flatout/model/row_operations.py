@@ -110,6 +110,9 @@ class RowOperations(Operations):
     def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Any:
         return self._taken(_array(table_VC), self.tokens_N)
 
+    def scaled(self, x_BTW: Any, factor: float) -> Any:
+        return self._made(np.multiply, x_BTW, np.float32(factor))
+
     def unit_norm(self, x_BTW: Any, eps: float) -> Any:
         if len(x_BTW) > 1:
             return self._made(np.divide, x_BTW, self._root(x_BTW[:, None], eps, np.ones(1))[:, 0])
@@ -236,8 +239,8 @@ class RowOperations(Operations):
         if norms is not None and norms[0].weight is not None and norms[1].weight is not None:
             weights = _array(norms[0].weight), _array(norms[1].weight)
             qk_NAD, bound = self._made(np.multiply, qk_NAD, np.repeat(weights, [heads, groups], axis=0)), np.inf
-        if shared.turn is not None:
-            qk_NAD = self._made(np.matmul, qk_NAD, shared.turn)
+        if (turn := mixer.turn_in(shared)) is not None:
+            qk_NAD = self._made(np.matmul, qk_NAD, turn)
         if made.value_gates_NG1 is not None:
             rows_NGD = self._made(np.multiply, made.value_gates_NG1, own.values.reshape(v_NGD.shape))
             v_NGD = self._made(np.add, v_NGD, rows_NGD)

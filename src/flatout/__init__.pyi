@@ -42,6 +42,13 @@ from flatout.front.models import (
     Merged as Merged,
     consolidate as consolidate,
 )
+from flatout.front.tasks import (
+    score as score,
+)
+from flatout.tasks.scores import (
+    ModelScores as ModelScores,
+    TaskScore as TaskScore,
+)
 from flatout.front.texts import (
     generate as generate,
     chat as chat,

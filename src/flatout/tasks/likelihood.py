@@ -44,20 +44,19 @@ class Subject:
     @property
     def first(self) -> int | None:
         """The token that stands before a text without a context."""
-        tokenizer = self.tokenizer
-        name = tokenizer.special.get("bos_token") if isinstance(tokenizer, ModelTokenizer) else None
-        begin = tokenizer.token_id(name) if name is not None and isinstance(tokenizer, ModelTokenizer) else None
+        tokenizer, begin = self.tokenizer, None
+        if isinstance(tokenizer, ModelTokenizer):
+            begin = tokenizer.token_id(tokenizer.special.get("bos_token", ""))
         return tokenizer.end_of_text if begin is None else begin
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of texts that no template wrote."""
-        each = dict.fromkeys(texts)  # choices share their context
-        for text, ids in zip(list(each), self.tokenizer.encode_batch(list(each)), strict=True):
-            whole = ids.tolist()
-            if isinstance(self.tokenizer, ModelTokenizer) and self.tokenizer.needs_begin(ids):
-                whole = [self.tokenizer.begin_of_text, *whole]
-            each[text] = whole
-        return [each[text] for text in texts]
+        different = list(dict.fromkeys(texts))  # choices share their context
+        ids = [one.tolist() for one in self.tokenizer.encode_batch(different)]
+        if isinstance(self.tokenizer, ModelTokenizer) and (begin := self.tokenizer.begin_of_text) is not None:
+            ids = [one if one[:1] == [begin] else [begin, *one] for one in ids]
+        found = dict(zip(different, ids, strict=True))
+        return [found[text] for text in texts]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
         """The ids of contexts and of their continuations, which have at least one."""
@@ -106,7 +105,9 @@ def log_likelihoods(
     try:
         while left:
             batch = left[: max(1, budget // len(left[0]))]
-            asked = [(row, pairs[number][1][-context:], number) for row, ids in enumerate(batch) for number in rows[ids]]
+            asked = [
+                (row, pairs[number][1][-context:], number) for row, ids in enumerate(batch) for number in rows[ids]
+            ]
             try:
                 with subject.scope():
                     found = _scored(model, batch, [(row, after) for row, after, _ in asked], device)

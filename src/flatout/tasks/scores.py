@@ -61,6 +61,14 @@ class ModelScores(ShortlyShown):
     def _shown_rows(self) -> dict[str, Any]:
         return {f"{one.task} {one.metric}": _shown(one.value, one.error) for one in self.scores}
 
+    def plain(self, first: "ModelScores") -> dict[str, Any]:
+        """The scores as JSON, of another model than the first with the differences to it."""
+        rows = [{name: value for name, value in vars(score).items() if name != "values"} for score in self.scores]
+        for row, score, other in zip(rows, self.scores, first.scores, strict=True):
+            if self is not first:
+                row["difference"], row["difference_error"] = score.over(other)
+        return {"model": self.name, "origin": self.origin, "step": self.step, "seconds": self.seconds, "scores": rows}
+
     def records(self) -> list[TaskRecord]:
         return records_of(self.scores, self.step or 0, self.seconds)
 

@@ -18,7 +18,7 @@ from flatout.shown import Shown
 from flatout.tasks.files import find_tasks
 from flatout.tasks.harness import harness_model, harness_scores
 from flatout.tasks.likelihood import Subject, log_likelihoods, windows
-from flatout.tasks.scores import ModelScores, ask
+from flatout.tasks.scores import ModelScores, ask, encoded
 
 if TYPE_CHECKING:
     from flatout.data.batch import TrainingData
@@ -186,7 +186,7 @@ def score(
 
     subject = subject_of(loaded)
     with out_of_memory():
-        scores, samples = ask(subject, files, seen)
+        scores, samples = ask(subject, files, encoded(subject, files), seen=seen)
         if names:
             rows = fitting_rows(loaded.model, loaded.device) if isinstance(loaded.model, GPT) else 1
             lm = harness_model(subject, rows=rows, seen=seen)

@@ -196,6 +196,9 @@ class TerminalReader:
                 best = "  best so far" if record.best else ""
                 where = f"{record.tokens:,} tokens in {record.seconds:.1f}s"
                 return [f"eval at step {record.step}: val loss {record.loss:.4f}{bits}  ({where}){best}"]
+            case records.TaskRecord():
+                found = ", ".join(f"{name} {value:.4f}" for name, value in record.scores.items())
+                return [f"task {record.task} at step {record.step}: {found}  ({record.rows:,} questions)"]
             case records.EpochRecord():
                 if record.epoch > FIRST_EPOCHS and record.step - self.epoch_line_step < self.log_every:
                     return []

@@ -123,7 +123,10 @@ def harness_scores(
 ) -> tuple[list[TaskScore], list[dict[str, Any]]]:
     """The scores of tasks of the harness by name, also those of YAML files in `folder`, and every question."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = _harness("lm_eval.tasks").TaskManager(include_path=None if folder is None else str(folder))
+    tasks, where = _harness("lm_eval.tasks"), None if folder is None else str(folder)
+    manager = tasks.TaskManager(include_path=where, include_defaults=False)
+    if not set(names) <= set(manager.all_tasks):  # the list of all takes ten seconds
+        manager = tasks.TaskManager(include_path=where)
     for name in names:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, n=1, cutoff=0.7)

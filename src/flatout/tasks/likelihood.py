@@ -75,17 +75,16 @@ class Subject:
 
 
 def windows(ids: Sequence[int], size: int, stride: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """A long text as pairs of at most `size` tokens, each `stride` further; every token but the first is scored once.
+    """A long text as pairs of `size` tokens, each `stride` further; every token but the first is scored once.
 
-    The last one reaches back as far as all others.
+    With a stride of the size, a token more comes before each pair. The last one reaches back as far as all others.
     """
     done = 1
     for begin in range(0, len(ids) - 1, stride):
         end = min(begin + size, len(ids))
-        yield ids[max(0, end - size) : done], ids[done:end]
-        done = end
-        if end == len(ids):
-            return
+        if end > done:
+            yield ids[min(max(0, end - size), done - 1) : done], ids[done:end]
+            done = end
 
 
 @torch.inference_mode()

@@ -16,7 +16,8 @@ from flatout.records import TaskRecord
 from flatout.rows import BAD, GOOD, Bar, BarPanel, Picture, ResultRow, Sentence, Sheet, Table
 from flatout.shown import ShortlyShown
 from flatout.tasks.files import Question, Task
-from flatout.tasks.likelihood import Answer, Subject, log_likelihoods
+from flatout.tasks.likelihood import Answer, Ids, Subject, log_likelihoods
+from flatout.world import World
 
 PERPLEXITY = "perplexity"
 _CLEAR = 2.0  # standard errors, from which on a difference is coloured
@@ -98,26 +99,38 @@ def records_of(scores: Sequence[TaskScore], step: int, seconds: float) -> list[T
 # --- answers to scores ------------------------------------------------------------------------------------------------
 
 
+def encoded(subject: Subject, tasks: Sequence[Task]) -> list[tuple[Ids, Ids]]:
+    """The pairs of all tasks, in order."""
+    return subject.encode_pairs([pair for task in tasks for pair in task.pairs()])
+
+
 def ask(
-    subject: Subject, tasks: Sequence[Task], seen: Callable[[int], None] = lambda _: None
+    subject: Subject,
+    tasks: Sequence[Task],
+    pairs: Sequence[tuple[Ids, Ids]],
+    *,
+    world: World | None = None,
+    seen: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[TaskScore], list[dict[str, Any]]]:
-    """The scores of tasks from files, and every question; those of all tasks are answered together."""
-    asked = [task.pairs() for task in tasks]
-    answers = log_likelihoods(subject, subject.encode_pairs([pair for pairs in asked for pair in pairs]), seen)
-    scores, samples, begin = [], [], 0
-    for task, pairs in zip(tasks, asked, strict=True):
-        rows = answered(task, answers[begin : begin + len(pairs)])
-        begin += len(pairs)
+    """The scores of tasks and every question, from their `encoded` pairs; each process of a world answers its share."""
+    world, answers = world or World(), list[Answer]([(0.0, False)] * len(pairs))
+    with world.fail_together():
+        own = log_likelihoods(subject, pairs[world.rank :: world.size], seen)
+    for rank, part in enumerate(world.gather(own)):
+        answers[rank :: world.size] = [(value, greedy) for value, greedy in part]
+    rest, scores, samples = iter(answers), [], []
+    for task in tasks:
+        rows = answered(task, rest)
         scores += scores_of(task, rows)
         samples += rows
     return scores, samples
 
 
-def answered(task: Task, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Every question of a task with what the model answered; `answers` are in the order of `Task.pairs`."""
-    rest, rows = iter(answers), []
+def answered(task: Task, answers: Iterator[Answer]) -> list[dict[str, Any]]:
+    """Every question of a task with what the model answered; takes the next answers, in the order of `Task.pairs`."""
+    rows = []
     for number, question in enumerate(task.asked):
-        own = [next(rest) for _ in question.pairs]
+        own = [next(answers) for _ in question.pairs]
         context, continuation = question.pairs[question.gold or 0]
         rows.append(
             {

@@ -12,7 +12,7 @@ import flatout
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.tasks.files import find_tasks, read_questions
 from flatout.tasks.harness import harness_model
-from flatout.tasks.likelihood import Subject, log_likelihoods, windows
+from flatout.tasks.likelihood import Subject, known, log_likelihoods, windows
 from flatout.tasks.scores import answered, scores_of, sheet_of
 from tests.chat_models import write_chat_model
 from tests.unit.test_generate import FAMILIES, lively_model
@@ -77,7 +77,7 @@ def test_a_model_without_probabilities_is_an_error():
     model = lively_model({})
     torch.nn.init.constant_(model.embedding.weight, math.nan)
     with pytest.raises(CheckpointError, match="no probabilities"):
-        log_likelihoods(Subject(model=model, tokenizer=None), [([1], [2])])
+        known(log_likelihoods(Subject(model=model, tokenizer=None), [([1], [2])]))
 
 
 @pytest.mark.parametrize(("count", "size", "stride"), [(50, 12, 5), (50, 12, 12), (7, 12, 3), (51, 13, 12), (40, 8, 1)])

@@ -63,7 +63,9 @@ class MetricsFile:
 
 
 def add_task_records(run: Path, records: Sequence[TaskRecord]) -> None:
-    """Appends scores to the tasks.jsonl of a run."""
+    """Appends scores to the tasks.jsonl of a run; a checkpoint that lies elsewhere has no place for them."""
+    if not (run / "metrics.jsonl").is_file():
+        return
     with disk_errors(str(run / TASKS), safe=""), open_to_append(run / TASKS) as file:
         file.write("".join(f"{record_to_json(record)}\n" for record in records).encode("utf-8"))
 

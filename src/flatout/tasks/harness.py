@@ -19,7 +19,7 @@ from flatout.generation.engine import Engine, TextRequest, no_probabilities
 from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
 from flatout.model.gpt import GPT
-from flatout.tasks.likelihood import Subject, log_likelihoods, windows
+from flatout.tasks.likelihood import Subject, known, log_likelihoods, windows
 from flatout.tasks.scores import PERPLEXITY, TaskScore
 
 _BOOTSTRAPS = 1000  # of errors that have no formula
@@ -32,7 +32,8 @@ def harness_model(subject: Subject, *, rows: int = 8, seen: Callable[[int], None
 
     class FlatoutLM(_harness("lm_eval.api.model").LM):
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-            return log_likelihoods(subject, subject.encode_pairs([request.args for request in requests]), seen)
+            pairs = subject.encode_pairs([request.args for request in requests])
+            return known(log_likelihoods(subject, pairs, seen))
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
             begin, context = subject.first, subject.model.config.context

@@ -20,7 +20,8 @@ from torch import Tensor
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.tokenizer import Tokenizer
 from flatout.device import free_memory, is_out_of_memory
-from flatout.errors import CheckpointError, DataError
+from flatout.errors import DataError
+from flatout.generation.engine import no_probabilities
 from flatout.model.gpt import GPT
 from flatout.model.protocol import LanguageModel
 
@@ -91,7 +92,10 @@ def windows(ids: Sequence[int], size: int, stride: int) -> Iterator[tuple[Sequen
 def log_likelihoods(
     subject: Subject, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], seen: Callable[[int], None] = lambda _: None
 ) -> list[Answer]:
-    """The log-likelihood of every pair's continuation, and whether it is greedy; `seen` counts pairs that are done."""
+    """The log-likelihood of every pair's continuation, and whether it is greedy; `seen` counts pairs that are done.
+
+    It is NaN where the model's logits are not finite.
+    """
     model = subject.model
     context, device = model.config.context, next(model.parameters()).device
     rows: dict[tuple[int, ...], list[int]] = {}  # by what the model reads: choices of one token share it
@@ -122,11 +126,13 @@ def log_likelihoods(
             seen(len(asked))
     finally:
         model.train(was_training)
+    return answers
+
+
+def known(answers: list[Answer]) -> list[Answer]:
+    """The answers, where the model has given some."""
     if any(math.isnan(value) for value, _ in answers):
-        raise CheckpointError(
-            "the model gives no probabilities: its logits are not finite",
-            "its weights are infinite, NaN or too large: name another checkpoint",
-        )
+        raise no_probabilities()
     return answers
 
 

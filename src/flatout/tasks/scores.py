@@ -16,7 +16,7 @@ from flatout.records import TaskRecord
 from flatout.rows import BAD, GOOD, Bar, BarPanel, Picture, ResultRow, Sentence, Sheet, Table
 from flatout.shown import ShortlyShown
 from flatout.tasks.files import Question, Task
-from flatout.tasks.likelihood import Answer, Ids, Subject, log_likelihoods
+from flatout.tasks.likelihood import Answer, Ids, Subject, known, log_likelihoods
 from flatout.world import World
 
 PERPLEXITY = "perplexity"
@@ -118,7 +118,7 @@ def ask(
         own = log_likelihoods(subject, pairs[world.rank :: world.size], seen)
     for rank, part in enumerate(world.gather(own)):
         answers[rank :: world.size] = [(value, greedy) for value, greedy in part]
-    rest, scores, samples = iter(answers), [], []
+    rest, scores, samples = iter(known(answers)), [], []
     for task in tasks:
         rows = answered(task, rest)
         scores += scores_of(task, rows)

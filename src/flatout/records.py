@@ -232,15 +232,15 @@ class SampleRecord(Shown):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskRecord(Shown):
-    """Scores of a task: during training (`eval.tasks`), or by `flatout eval RUN --tasks` in the run's tasks.jsonl."""
+    """A score of a task: during training (`eval.tasks`), or by `flatout eval RUN --tasks` in the run's tasks.jsonl."""
 
     step: int  # whose weights were asked
     task: str  # name
+    metric: str  # such as acc
+    value: float  # of the metric
+    error: float | None  # standard error
     rows: int  # questions
     shots: int  # solved examples before each
-    scores: dict[str, float]  # by metric, such as acc
-    errors: dict[str, float]  # standard errors, as `scores`
-    seconds: float  # of all tasks together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

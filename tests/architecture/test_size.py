@@ -22,12 +22,12 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 50_600,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 40_215,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 110,  # all Python outside tests
-    "modules": 241,  # of src/flatout, as all the following
-    "modules with one importer": 42,
-    "settings": 146,  # leaves of RunConfig, and environment variables of our own
+    "lines of code": 51_516,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 40_987,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 112,  # all Python outside tests
+    "modules": 247,  # of src/flatout, as all the following
+    "modules with one importer": 44,
+    "settings": 149,  # leaves of RunConfig, and environment variables of our own
     "verbs": 20,
     "class names with two meanings": 0,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line

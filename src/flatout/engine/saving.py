@@ -56,7 +56,7 @@ from flatout.records import CheckpointRecord, EvalRecord, Record, SampleRecord
 from flatout.resolve.fit_check import out_of_memory
 from flatout.tasks.files import find_tasks
 from flatout.tasks.likelihood import Subject
-from flatout.tasks.scores import ask, encoded, records_of
+from flatout.tasks.scores import ask, encoded
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -269,9 +269,8 @@ class Boundary:
         except CheckpointError as error:
             yield from notices_at(self.progress.step, [f"there are no scores of tasks: {error.message}"])
             return
-        seconds = time.perf_counter() - began
-        self.totals.add("evaluation", seconds)
-        yield from records_of(scores, self.progress.step, seconds)
+        self.totals.add("evaluation", time.perf_counter() - began)
+        yield from (score.record(self.progress.step) for score in scores)
 
     def _sample(self) -> Iterator[Record]:
         run, tokenizer, began = self.run, self.run.data.tokenizer, time.perf_counter()

@@ -237,7 +237,7 @@ def _score(parsed: argparse.Namespace) -> int:
             found.append(dataclasses.replace(result, name=name))
             if model.settings is not None:
                 try:
-                    add_task_records(run_of(model.origin), result.records())
+                    add_task_records(run_of(model.origin), [score.record(result.step) for score in result.scores])
                 except UserError as error:
                     line.notice(one_line(error.message))
     if parsed.json:

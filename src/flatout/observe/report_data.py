@@ -314,12 +314,11 @@ def _task_rows(history: RunHistory) -> Noted:
     """The newest score of every metric, and the first one beside it."""
     found: dict[str, list[tuple[str, str]]] = {}
     for row in rows_with_step(history.tasks):
-        scores, errors = (row[name] if isinstance(row.get(name), dict) else {} for name in ("scores", "errors"))
+        value, error = number(row.get("value")), amount(row.get("error"))
         shots = f", {row['shots']}-shot" if is_count(row.get("shots"), 1) else ""
-        for metric in (metric for metric, value in scores.items() if number(value) is not None):
-            error = amount(errors.get(metric))
-            text = f"{scores[metric]:.4f}" + ("" if error is None else f" ±{error:.4f}")
-            found.setdefault(f"{_cut(row.get('task'))} {metric}{shots}", []).append((text, _at_step(row)))
+        text = ("–" if value is None else f"{value:.4f}") + ("" if error is None else f" ±{error:.4f}")
+        label = f"{_cut(row.get('task'))} {_cut(row.get('metric'))}{shots}"
+        found.setdefault(label, []).append((text, _at_step(row)))
     return [
         [label, own[-1][0], own[-1][1] + (f"; {own[0][0]} at {own[0][1]}" if len(own) > 1 else "")]
         for label, own in found.items()

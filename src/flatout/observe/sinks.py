@@ -220,4 +220,4 @@ def _numbers(value: Any, depth: int = 4) -> Any:
 
 _TEXTS = {"text", "prompt", "message", "config", "features", "folder", "path", "type", "reason", "device", "family",
           "flatout", "torch", "dataset", "tokenizer", "resumed_from", "checkpoint", "throttled", "pieces",
-          "task"}  # fmt: skip
+          "task", "metric"}  # fmt: skip

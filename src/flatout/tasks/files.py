@@ -108,6 +108,8 @@ def _files_of(word: str, folder: Path | None) -> Iterator[Path]:
         yield from found
     elif word.endswith(SUFFIXES):
         yield path if path.is_file() or folder is None else folder / word
+    elif "/" in word:  # no task of the harness is called so
+        raise UsageError(f"{quoted(word)} is neither a task file nor a folder of them", "name one that is there")
     elif folder is not None:
         yield from (one for suffix in SUFFIXES if (one := folder / f"{word}{suffix}").is_file())
 

@@ -53,8 +53,8 @@ def _harness(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise UsageError(
-            f"tasks of lm-evaluation-harness need its package: {first_line(error)}",
-            "pip install 'flatout[tasks]', or name files of tasks, which need no package",
+            f"what is no task file is a task of lm-evaluation-harness, which is not installed: {first_line(error)}",
+            "pip install 'flatout[tasks]', or name task files, which need no package",
         ) from error
 
 

@@ -36,7 +36,10 @@ class TaskScore(ShortlyShown):
     values: tuple[float, ...] = ()
 
     def _shown_rows(self) -> dict[str, Any]:
-        return {"task": self.task, "metric": self.metric, "value": _shown(self.value, self.error), "rows": self.rows}
+        return {name: value for name, value in vars(self).items() if name != "values"}
+
+    def record(self, step: int | None) -> TaskRecord:
+        return TaskRecord(step=step or 0, **self._shown_rows())
 
     def over(self, other: "TaskScore") -> tuple[float, float | None]:
         """The difference to another model's score on the same questions, and its standard error."""
@@ -64,36 +67,16 @@ class ModelScores(ShortlyShown):
 
     def plain(self, first: "ModelScores") -> dict[str, Any]:
         """The scores as JSON, of another model than the first with the differences to it."""
-        rows = [{name: value for name, value in vars(score).items() if name != "values"} for score in self.scores]
+        rows = [score._shown_rows() for score in self.scores]
         for row, score, other in zip(rows, self.scores, first.scores, strict=True):
             if self is not first:
                 row["difference"], row["difference_error"] = score.over(other)
         return {"model": self.name, "origin": self.origin, "step": self.step, "seconds": self.seconds, "scores": rows}
 
-    def records(self) -> list[TaskRecord]:
-        return records_of(self.scores, self.step or 0, self.seconds)
-
 
 def error_of(values: Sequence[float]) -> float:
     """The standard error of a mean."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
-def records_of(scores: Sequence[TaskScore], step: int, seconds: float) -> list[TaskRecord]:
-    """A record for each task; `seconds` are those of all."""
-    tasks = {score.task: [other for other in scores if other.task == score.task] for score in scores}
-    return [
-        TaskRecord(
-            step=step,
-            task=task,
-            rows=own[0].rows,
-            shots=own[0].shots,
-            scores={score.metric: score.value for score in own},
-            errors={score.metric: score.error for score in own if score.error is not None},
-            seconds=seconds,
-        )
-        for task, own in tasks.items()
-    ]
 
 
 # --- answers to scores ------------------------------------------------------------------------------------------------

@@ -215,8 +215,10 @@ def recorded_again(checkpoint: Checkpoint | None) -> tuple[str, ...]:
     if checkpoint is None or not lacks_verdict(checkpoint):
         return ()
     due = due_of(checkpoint)
-    evaluated = ("eval", "eigenstates") if due.evaluate else ()
-    return ("checkpoint", "spans", *evaluated, "sample", "task")
+    again = {"sample": due.sample, "task": due.tasks}
+    if due.evaluate:  # which may end the run, with a sample and tasks
+        again = {"eval": True, "eigenstates": True, "sample": True, "task": True}
+    return ("checkpoint", "spans", *(name for name, asked in again.items() if asked))
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ of the time on the clock and of the processor time of all threads.
 - `generate`, `chat`: 200 tokens after six characters, by the functions of these names on a loaded model; `threads`
   are those that torch has before: one, or its own choice.
 - `first`: to the first piece of text. `function` is `flatout.generate` on a loaded model, with an engine that is new;
-  `server` is an engine of 8 rows as `flatout serve` keeps it, in trees that have one. Prompts repeat the six characters.
+  `server` is an engine of 8 rows as `flatout serve` keeps it, in trees that have one. Prompts repeat six characters.
 - `rows`: 200 tokens of so many texts together in such an engine.
 - `command`: `flatout generate RUN --tokens 1` as a process, and `import torch` as one.
 """

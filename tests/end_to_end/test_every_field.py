@@ -38,6 +38,7 @@ STATES = ["model.layers=2", "model.pattern=EA", "model.states=16"]
 WINDOWS = ["model.layers=2", "model.pattern=AW", "model.window=9"]
 CHAT = ["model.init_from=chatty", "chat.source=rows.json", "model.context=64"]
 ADAPTERS = [*CHAT, "lora.rank=4"]
+TASKS = ["eval.tasks=[task.jsonl]", "data.tokenizer=bytes"]
 GPT2 = ["model.family=gpt2", "model.mlp=gelu"]
 MUON = ["optim.optimizer=muon"]
 # One other value for each field. A list of words where a field only makes sense beside another.
@@ -186,6 +187,9 @@ OTHER: dict[str, str | list[str]] = {
     "eval.sample_prompt": "fox",
     "checkpoint.every": "2",
     "eval.sample_temperature": "0",
+    "eval.tasks": TASKS,
+    "eval.tasks_every": [*TASKS, "eval.tasks_every=2"],
+    "eval.tasks_rows": [*TASKS, "eval.tasks_rows=1"],
     "checkpoint.keep": ["checkpoint.keep=1", "checkpoint.every=1"],
     "output.folder": "elsewhere",
     "output.name": "another",
@@ -223,6 +227,8 @@ BESIDE: dict[str, list[str]] = {
     "optim.head_decay": ["model.tied=false"],
     "train.window_stages": WINDOWS,
     "eval.patience": ["eval.every=1", "optim.learning_rate=10.0"],
+    "eval.tasks": ["data.tokenizer=bytes"],
+    **{f"eval.tasks_{name}": TASKS for name in ("every", "rows")},
     "checkpoint.keep": ["checkpoint.every=1"],
 }
 # Read by the terminal alone, or about files beside the run: tests/end_to_end/test_cli.py counts lines and looks for
@@ -265,7 +271,10 @@ def signature(words: list[str]) -> Any:
         "deterministic": info.config["train"]["deterministic"],
         "losses": [(r.loss, r.learning_rate, r.grad_norm) for r in records if isinstance(r, StepRecord)],
         "samples": [(r.prompt, r.text) for r in records if isinstance(r, SampleRecord)],
-        "kinds": [(type(r).__name__, getattr(r, "step", None), getattr(r, "tokens", None)) for r in records],
+        "kinds": [
+            (type(r).__name__, getattr(r, "step", None), getattr(r, "tokens", None), getattr(r, "rows", None))
+            for r in records
+        ],
         "kept": [step for step, _ in kept],
         "beside": [r.background_seconds is not None for r in records if isinstance(r, CheckpointRecord)],
     }
@@ -290,6 +299,8 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": ask, "completion": say, "second": say[::-1], "text": f"{ask} {say}"} for ask, say in pairs]
     rows[7]["completion"] *= 20  # longer than the context
     (path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    clozes = [json.dumps({"context": "the old", "continuation": word}) for word in ("fox", "cow")]
+    (path / "task.jsonl").write_text("\n".join(clozes), encoding="utf-8")
     (path / "others.json").write_text(json.dumps(rows[::-2]), encoding="utf-8")
     adapters = attach(from_huggingface(path / "chatty"), AdapterPlan(rank=4, alpha=8.0), seed=5)
     save_adapter(adapters, path / "adapter")

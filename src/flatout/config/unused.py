@@ -100,6 +100,8 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         for what in ("rate", "decay"):
             hint = f"set model.tied=false, or optim.embedding_{what}, or leave optim.head_{what} out"
             yield f"optim.head_{what}", why, hint
+    for name in () if config.eval.tasks else ("tasks_every", "tasks_rows"):
+        yield f"eval.{name}", "eval.tasks names no task", f"set eval.tasks=[FILE.jsonl], or leave eval.{name} out"
     if not config.lora.rank:
         for path in _fields("lora", but="rank"):
             yield path, "lora.rank is 0, which trains all weights", f"set lora.rank=16, or leave {path} out"

@@ -149,6 +149,11 @@ class GPT(nn.Module):
                 hidden_BTW = hidden_BTW[torch.arange(len(last)), last][:, None]
             elif last:
                 hidden_BTW = hidden_BTW[:, -1:]
+            return self.head_logits(hidden_BTW)
+
+    def head_logits(self, hidden_BTW: Tensor) -> Tensor:
+        """Logits of what `hidden` returns, or of some of its positions."""
+        with self._eager(decoding=True):
             return self.head(hidden_BTW, self._table, self.execution)
 
     def hidden(

@@ -2,8 +2,10 @@
 
     python lab/decode.py COMMIT [--peers] [--profile] [CASE ...] >> lab/decode.jsonl
 
-Protocol: random weights in bf16, greedy, a prompt of 64 random tokens, 512 tokens after it (256 for several rows). The
-first text is a warm-up and compiles; then the median of three. `seconds` are those of the whole text, with the prompt.
+Protocol: random weights in bf16, greedy, a prompt of 64 random tokens (or `--prompt N`, in a cache for the whole
+context), 512 tokens after it (256 for several rows). The first text is a warm-up and compiles; then the median of
+three. `seconds` are those of the whole text, with the prompt; `token_us` are microseconds of a step after it.
+`--invariant N` decodes in N rows whatever is live.
 Hugging Face's rows are `generate` with its dynamic cache (`eager`), and with the static cache and its forward compiled
 (`static`). `bandwidth` is the share of the data sheet's 4.8 TB/s that goes into reading the weights once a step.
 `--profile` prints the kernels of one recorded step instead, with their microseconds.
@@ -36,6 +38,9 @@ SHAPES: dict[str, tuple[str | None, dict[str, Any]]] = {  # preset, and settings
     "124m": ("gpt2-124m", {}),
     "350m": ("gpt2-350m", {}),
     "record-60m": ("record", {"layers": 8, "width": 512, "heads": 4}),
+    "eigenstate": ("small-32k-hybrid", {"pattern": "E"}),  # 12 x 768
+    "hybrid": ("small-32k-hybrid", {}),
+    "full-32k": ("small-32k", {}),
     "1.1b": (None, {**LLAMA, "layers": 22, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 5632}),
     "3b": (None, {**LLAMA, "layers": 28, "width": 3072, "heads": 24, "kv_heads": 8, "mlp_width": 8192}),
 }
@@ -74,24 +79,29 @@ def ours(case: str, rows: int, asked: argparse.Namespace) -> dict[str, Any]:
         x.nbytes
         for x in [*model.blocks.parameters(), (model.head.weight if not config.tied else model.embedding.weight)]
     )
-    prompts = torch.randint(0, vocab, (rows, PROMPT)).tolist()
+    length = asked.prompt or PROMPT
+    prompts = torch.randint(0, vocab, (rows, length)).tolist()
     tokens = TOKENS if rows == 1 else TOKENS // 2
+    slots, room = max(rows, asked.invariant), None if asked.prompt else PROMPT + tokens
     with torch.inference_mode():
-        engine = Engine(model, rows=rows, room=PROMPT + tokens, kernels=True, scope=bf16)
+        engine = Engine(model, rows=slots, room=room, kernels=True, invariant=asked.invariant > 0, scope=bf16)
 
-        def text() -> None:
+        def text(count: int) -> None:
             for prompt in prompts:
-                engine.add(TextRequest(ids=prompt, count=tokens, sampling=Sampling(temperature=0.0)))
-            engine.kept = [[] for _ in range(rows)]  # no prompt is known
+                engine.add(TextRequest(ids=prompt, count=count, sampling=Sampling(temperature=0.0)))
+            engine.kept = [[] for _ in range(slots)]  # no prompt is known
             while engine.busy:
                 engine.step()
 
-        rate, seconds = timed(text, tokens * rows)
+        rate, seconds = timed(lambda: text(tokens), tokens * rows)
+        _, before = timed(lambda: text(1), rows)
         if asked.profile:
             profile(engine, rows)
         engine.close()
     steps = rate / rows
-    return {"rows": rows, "tokens_per_second": rate, "seconds": seconds, "bandwidth": round(read * steps / H200, 3)}
+    found = {"rows": rows, "prompt": length, "tokens_per_second": rate, "seconds": seconds, "prompt_seconds": before}
+    found |= {"token_us": round(1e6 * (seconds - before) / (tokens - 1), 1), "bandwidth": round(read * steps / H200, 3)}
+    return found | ({"invariant": slots} if asked.invariant else {})
 
 
 def profile(engine: Engine, rows: int) -> None:
@@ -145,6 +155,8 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--int8", action="store_true")
+    parser.add_argument("--prompt", type=int, default=0)
+    parser.add_argument("--invariant", type=int, default=0, metavar="ROWS")
     asked = parser.parse_intermixed_args()
     about = {"commit": asked.commit, "torch": torch.__version__, "device": torch.cuda.get_device_name()}
     for word in asked.cases or ["124m", "124m@64", "350m", "record-60m", "1.1b"]:

@@ -106,7 +106,7 @@ def bad_value(rng: random.Random, path: str) -> str:
     types = {part.get("type"): part for part in parts}
     lists, number = types.get("array"), types.get("number")
     forms = ["{a: 1}"] + ([] if "null" in types else ["null", "~"])
-    forms += [] if lists is not None and lists["items"].get("type") == "integer" else ["[1, 2]"]
+    forms += [] if lists is not None and lists["items"].get("type") in ("integer", "number") else ["[1, 2]"]
     forms += ["[]"] if lists is None or lists.get("minItems") else []
     forms += bad_items(path) if lists is not None else []
     main = parts[0]
@@ -136,6 +136,9 @@ def bad_items(path: str) -> list[str]:
     if path == "data.source":
         items += [f"{{path: a, {wrong}}}" for wrong in BAD_IN_SOURCE]
         good = ["a.txt", "{path: b, weight: 2}", "'c d'"]
+    elif path == "model.rope_factors":
+        items = ["null", "true", "[x]", "[]", "{}", "{a: 1}", "0", "-1", ".nan", "word", "''"]
+        good = ["1", "2.5", "1e3"]
     elif path == "clean.languages":
         items += ["EN", "e", "engl", "''", "'e n'"]
         good = ["en", "de", "no"]

@@ -35,14 +35,21 @@ from flatout.optim.optimizers import (
 from flatout.front.models import (
     load_model as load_model,
     LoadedModel as LoadedModel,
-    evaluate as evaluate,
-    Evaluation as Evaluation,
 )
 from flatout.front.exporting import (
     export as export,
     merge as merge,
     Merged as Merged,
     consolidate as consolidate,
+)
+from flatout.front.scoring import (
+    evaluate as evaluate,
+    Evaluation as Evaluation,
+    score as score,
+)
+from flatout.tasks.scores import (
+    ModelScores as ModelScores,
+    TaskScore as TaskScore,
 )
 from flatout.front.texts import (
     generate as generate,

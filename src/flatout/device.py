@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from flatout.errors import HardwareError
+from flatout.errors import DeviceMemoryError, HardwareError
 from flatout.host import host_memory
 
 # torch's generators and switches are those of the process: runs in several threads take turns, step by step.
@@ -208,6 +208,32 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     words = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+@contextlib.contextmanager
+def out_of_memory() -> Iterator[None]:
+    """Turns the device running out of memory into an error with a way out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise memory_error(error) from error
+
+
+def memory_error(error: RuntimeError) -> DeviceMemoryError:
+    return DeviceMemoryError(
+        f"out of device memory: {first_sentence(error)}",
+        "lower speed.micro_batch (the global batch stays), set speed.checkpointing=full, or let `flatout tune` find "
+        "what fits",
+    )
+
+
+def first_sentence(error: RuntimeError) -> str:
+    """What torch says of the failed allocation, without the advice that follows it."""
+    text = re.sub(r"^\[enforce fail [^]]*\][ .]*", "", " ".join(str(error).split()))  # how the CPU's allocator begins
+    tried = re.search(r"[Tt]ried to allocate [\d.]+ \w+", text)
+    return text.partition(". ")[0].removesuffix(".") + (f", {tried.group().lower()}" if tried else "")
 
 
 def free_memory(device: torch.device) -> None:

@@ -231,6 +231,19 @@ class SampleRecord(Shown):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskRecord(Shown):
+    """A score of a task: during training (`eval.tasks`), or by `flatout eval RUN --tasks` in the run's tasks.jsonl."""
+
+    step: int  # whose weights were asked
+    task: str  # name
+    metric: str  # such as acc
+    value: float  # of the metric
+    error: float | None  # standard error
+    rows: int  # questions
+    shots: int  # solved examples before each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PreviewRecord(Shown):
     """The first sample of a fine-tuning run before anything is learned: its text in pieces, and whether each is."""
 
@@ -525,6 +538,7 @@ Record = (
     | EvalRecord
     | EpochRecord
     | SampleRecord
+    | TaskRecord
     | PreviewRecord
     | CheckpointRecord
     | NoticeRecord
@@ -540,6 +554,7 @@ NAMES: dict[type, str] = {
     EvalRecord: "eval",
     EpochRecord: "epoch",
     SampleRecord: "sample",
+    TaskRecord: "task",
     PreviewRecord: "preview",
     CheckpointRecord: "checkpoint",
     NoticeRecord: "notice",

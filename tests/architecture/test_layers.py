@@ -18,6 +18,7 @@ LAYERS = [
     {"ops", "corpus"},
     {"data", "model", "optim"},
     {"generation", "checkpoints"},
+    {"tasks"},
     {"resolve", "parallel"},
     {"engine"},
     {"tuning", "diagnose"},

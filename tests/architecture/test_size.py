@@ -22,18 +22,18 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 50_600,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 40_215,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 110,  # all Python outside tests
-    "modules": 241,  # of src/flatout, as all the following
-    "modules with one importer": 42,
-    "settings": 146,  # leaves of RunConfig, and environment variables of our own
+    "lines of code": 52_569,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 41_820,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 115,  # all Python outside tests
+    "modules": 248,  # of src/flatout, as all the following
+    "modules with one importer": 44,
+    "settings": 159,  # leaves of RunConfig, and environment variables of our own
     "verbs": 20,
     "class names with two meanings": 0,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
     "modules that engine/setup.py imports": 19,  # of our own
 }
-LONGEST_MODULE = 694  # physical lines, in src; at most
+LONGEST_MODULE = 697  # physical lines, in src; at most
 LONGEST_LINE = 120
 
 ROOT = Path(__file__).parents[2]

@@ -32,11 +32,13 @@ from tests.hub_folders import from_huggingface
 pytestmark = pytest.mark.usefixtures("children_stay")
 
 STREAM = ["data.source=many.jsonl", "data.tokenizer=bytes", "data.split=document"]
+LONGROPE = ["model.rope_scaling=longrope", "model.rope_factors=[1, 1, 1, 2, 2, 3, 4, 9]"]
 LLAMA3 = ["model.rope_scaling=llama3", "model.rope_original_context=64"]
 STATES = ["model.layers=2", "model.pattern=EA", "model.states=16"]
 WINDOWS = ["model.layers=2", "model.pattern=AW", "model.window=9"]
 CHAT = ["model.init_from=chatty", "chat.source=rows.json", "model.context=64"]
 ADAPTERS = [*CHAT, "lora.rank=4"]
+TASKS = ["eval.tasks=[task.jsonl]", "data.tokenizer=bytes"]
 GPT2 = ["model.family=gpt2", "model.mlp=gelu"]
 MUON = ["optim.optimizer=muon"]
 # One other value for each field. A list of words where a field only makes sense beside another.
@@ -53,8 +55,10 @@ OTHER: dict[str, str | list[str]] = {
     "model.context": "32",
     "model.vocab": "100",
     "model.norm": "layernorm",
+    "model.norm_place": "both",
     "model.norm_eps": "0.01",
     "model.embedding_norm": "false",
+    "model.embedding_scale": "3.0",
     "model.zero_init": "false",
     "model.positions": "learned",
     "model.rope_base": "100.0",
@@ -63,11 +67,19 @@ OTHER: dict[str, str | list[str]] = {
     "model.rope_low": [*LLAMA3, "model.rope_low=2.0"],
     "model.rope_high": [*LLAMA3, "model.rope_high=2.0"],
     "model.rope_original_context": [*LLAMA3, "model.rope_original_context=128"],
+    "model.rope_local_base": [*WINDOWS, "model.rope_local_base=50.0"],
+    "model.rope_share": "0.5",
+    "model.rope_factors": [*LONGROPE, "model.rope_factors=[1, 2, 2, 2, 2, 3, 4, 9]"],
+    "model.rope_gain": [*LONGROPE, "model.rope_gain=1.5"],
     "model.mlp": "relu2",
     "model.mlp_width": "40",
     "model.bias": "true",
     "model.qkv_bias": "true",
     "model.qk_norm": "false",
+    "model.qk_norm_whole": "true",
+    "model.score_divisor": "5",
+    "model.attention_cap": "0.5",
+    "model.fused_projections": "true",
     "model.residual_scale": "0.1",
     "model.logit_cap": "2.0",
     "model.first_mix": "true",
@@ -175,6 +187,9 @@ OTHER: dict[str, str | list[str]] = {
     "eval.sample_prompt": "fox",
     "checkpoint.every": "2",
     "eval.sample_temperature": "0",
+    "eval.tasks": TASKS,
+    "eval.tasks_every": [*TASKS, "eval.tasks_every=2"],
+    "eval.tasks_rows": [*TASKS, "eval.tasks_rows=1"],
     "checkpoint.keep": ["checkpoint.keep=1", "checkpoint.every=1"],
     "output.folder": "elsewhere",
     "output.name": "another",
@@ -188,9 +203,11 @@ BESIDE: dict[str, list[str]] = {
     "model.rope_factor": ["model.rope_scaling=linear"],
     **{f"model.{name}": ["model.layers=2"] for name in ("pattern", "value_tables")},
     "model.window": WINDOWS,
+    "model.rope_local_base": WINDOWS,
     "model.states": STATES,
     "speed.scan": STATES,
     **{f"model.rope_{name}": LLAMA3 for name in ("low", "high", "original_context")},
+    **{f"model.rope_{name}": LONGROPE for name in ("factors", "gain")},
     "model.init_from": GPT2,
     "data.format": ["data.source=rows.txt"],
     "data.field": ["data.source=many.jsonl"],
@@ -210,13 +227,16 @@ BESIDE: dict[str, list[str]] = {
     "optim.head_decay": ["model.tied=false"],
     "train.window_stages": WINDOWS,
     "eval.patience": ["eval.every=1", "optim.learning_rate=10.0"],
+    "eval.tasks": ["data.tokenizer=bytes"],
+    **{f"eval.tasks_{name}": TASKS for name in ("every", "rows")},
     "checkpoint.keep": ["checkpoint.every=1"],
 }
 # Read by the terminal alone, or about files beside the run: tests/end_to_end/test_cli.py counts lines and looks for
 # them. And what a CPU refuses when it is written:
 # tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
-# Several ranks: tests/end_to_end/test_many.py.
+# Several ranks: tests/end_to_end/test_many.py. What adapters go by: tests/parity/test_families.py.
 ELSEWHERE = {
+    "model.fused_projections",
     "output.log_every",
     "output.trackers",
     "parallel.form",
@@ -251,7 +271,10 @@ def signature(words: list[str]) -> Any:
         "deterministic": info.config["train"]["deterministic"],
         "losses": [(r.loss, r.learning_rate, r.grad_norm) for r in records if isinstance(r, StepRecord)],
         "samples": [(r.prompt, r.text) for r in records if isinstance(r, SampleRecord)],
-        "kinds": [(type(r).__name__, getattr(r, "step", None), getattr(r, "tokens", None)) for r in records],
+        "kinds": [
+            (type(r).__name__, getattr(r, "step", None), getattr(r, "tokens", None), getattr(r, "rows", None))
+            for r in records
+        ],
         "kept": [step for step, _ in kept],
         "beside": [r.background_seconds is not None for r in records if isinstance(r, CheckpointRecord)],
     }
@@ -276,6 +299,8 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": ask, "completion": say, "second": say[::-1], "text": f"{ask} {say}"} for ask, say in pairs]
     rows[7]["completion"] *= 20  # longer than the context
     (path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    clozes = [json.dumps({"context": "the old", "continuation": word}) for word in ("fox", "cow")]
+    (path / "task.jsonl").write_text("\n".join(clozes), encoding="utf-8")
     (path / "others.json").write_text(json.dumps(rows[::-2]), encoding="utf-8")
     adapters = attach(from_huggingface(path / "chatty"), AdapterPlan(rank=4, alpha=8.0), seed=5)
     save_adapter(adapters, path / "adapter")
@@ -336,7 +361,8 @@ def test_a_field_of_the_model_that_is_accepted_changes_it(kind: str):
             check_used(loaded := load_config(PLAIN, [*pattern, own]))
         except ConfigError:
             continue
-        if value_at(loaded.config, field) == value_at(plain, field) or field in ("model.init_from", "model.pattern"):
+        same = value_at(loaded.config, field) == value_at(plain, field)
+        if same or field in ELSEWHERE or field in ("model.init_from", "model.pattern"):
             continue
         accepted += 1
         assert built(loaded.config.model) != before or (kind, field) == ("E", HEADS), f"{own} changes nothing"

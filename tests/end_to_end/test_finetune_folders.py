@@ -16,6 +16,7 @@ from flatout.checkpoints.base_and_adapter import step_of
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.cli import main
 from flatout.config.load import load_config
+from flatout.config.schema import ModelConfig
 from flatout.data import pack
 from flatout.data.tokenizer import CharTokenizer
 from flatout.data.tokenizer_files import train_bpe
@@ -25,11 +26,12 @@ from flatout.front import exporting
 from flatout.generation.engine import generate_tokens
 from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import read_origin
-from flatout.model.gpt import GPT
+from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import read_description
-from flatout.model.hub_folder import weights_fingerprint
+from flatout.model.hub_folder import export_huggingface, weights_fingerprint
 from flatout.records import EndRecord, NoticeRecord, StepRecord
 from tests.chat_models import write_chat_model
+from tests.unit.test_hub import KINDS, SHAPE
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 
@@ -679,3 +681,27 @@ def test_an_exported_adapter_names_the_base_that_it_was_loaded_on(words):
     Path("base").rename("moved")
     api.export(api.load_model("runs/lora/adapter", device="cpu", base="moved"), "out", adapter=True)
     assert read_origin(Path("out")).base == str(Path("moved").resolve())
+
+
+# --- other families ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["smollm3", "olmo2", "phi3", "gemma2", "gemma3_text"])
+def test_models_of_every_family_are_fine_tuned_spoken_with_and_exported(kind: str, words):
+    from transformers import AutoModelForCausalLM
+
+    vocab = read_description(Path("base")).vocab
+    config = ModelConfig(**{**SHAPE, "context": 256}, **KINDS[kind])
+    export_huggingface(build_model(config, vocab, seed=3), Path("made"))
+    for name in ("config.json", "model.safetensors"):
+        shutil.move(Path("made") / name, Path("base") / name)
+    for more in (["lora.rank=4"], ["lora.rank=0", "output.name=whole"]):
+        losses = [record.loss for record in run(words(*more, "train.steps=12")) if isinstance(record, StepRecord)]
+        assert losses[-1] < losses[0] - 0.1
+    for name in ("lora", "whole"):
+        list(flatout.generate(f"runs/{name}", "What is", tokens=6))
+        ours = flatout.load_model(f"runs/{name}", device="cpu").model.eval()
+        flatout.export(f"runs/{name}", f"{name}-out", dtype="fp32")
+        theirs = AutoModelForCausalLM.from_pretrained(f"{name}-out", attn_implementation="eager").eval()
+        assert theirs.config.model_type == kind
+        assert float((logits(ours) - logits(theirs)).norm() / logits(theirs).norm()) < 5e-6

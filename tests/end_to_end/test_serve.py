@@ -118,6 +118,12 @@ def test_a_character_comes_whole():
     broken = [pieces.add(id) for id in [0xE2] * 40]
     assert "".join(broken) + pieces.rest() == "\ufffd" * 40
     assert any(broken), "bytes that are no text are not kept for ever"
+    mixed = tokenizer.encode(said).tolist()
+    mixed = [*mixed, 0xE2, *mixed[:-1], *[0x9F] * 20, *mixed, 0xF0, 0x9F]
+    single = "".join(map(pieces.add, mixed)) + pieces.rest()
+    for size in (2, 3, 7, 50):
+        parts = [mixed[place : place + size] for place in range(0, len(mixed), size)]
+        assert "".join(pieces.add(*part) for part in parts) + pieces.rest() == single, "as many at once as one likes"
 
 
 def test_any_text_is_a_prompt(server: Server):

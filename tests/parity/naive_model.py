@@ -24,17 +24,21 @@ def naive_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> Te
         stream = [x + weights["bigram.weight"][_pair(config, tokens, place)] for place, x in enumerate(stream)]
     if config.embedding_norm:
         stream = [_rms(config, None, x) for x in stream]
+    if config.embedding_scale is not None:
+        stream = [x * config.embedding_scale for x in stream]
     first = stream
     for layer, kind in enumerate(config.kinds):
         own = {name.removeprefix(f"blocks.{layer}."): x for name, x in weights.items() if _inside(name, layer)}
         if config.first_mix:
             stream = [own["mix"][0] * x + own["mix"][1] * x0 for x, x0 in zip(stream, first, strict=True)]
-        h = [_norm(config, own, "attention_norm", x) for x in stream]
+        h = [_before(config, own, "attention_norm", x) for x in stream]
         rows = _value_rows(config, weights, layer, tokens)
         mixed = _eigenstates(config, own, layer, h) if kind == "E" else _attention(config, own, kind, h, rows)
+        mixed = [_after(config, own, "attention_out_norm", y) for y in mixed]
         stream = [x + _scaled(own, "attention_scale", y) for x, y in zip(stream, mixed, strict=True)]
-        h = [_norm(config, own, "mlp_norm", x) for x in stream]
-        stream = [x + _scaled(own, "mlp_scale", _mlp(config, own, y)) for x, y in zip(stream, h, strict=True)]
+        h = [_before(config, own, "mlp_norm", x) for x in stream]
+        made = [_after(config, own, "mlp_out_norm", _mlp(config, own, y)) for y in h]
+        stream = [x + _scaled(own, "mlp_scale", y) for x, y in zip(stream, made, strict=True)]
     head = weights["embedding.weight"] if config.tied else weights["head.weight"]
     logits = torch.stack([head @ _norm(config, weights, "norm", x) for x in stream])
     cap = config.logit_cap
@@ -63,6 +67,14 @@ def _linear(own: Weights, name: str, x: Tensor) -> Tensor:
     return y + own[f"{name}.bias"] if f"{name}.bias" in own else y
 
 
+def _before(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
+    return x if config.norm_place == "after" else _norm(config, own, name, x)
+
+
+def _after(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
+    return x if config.norm_place == "before" else _norm(config, own, name, x)
+
+
 def _norm(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
     if config.norm != "layernorm":
         return _rms(config, own.get(f"{name}.weight"), x)
@@ -74,6 +86,8 @@ def _norm(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
 
 def _rms(config: ModelConfig, weight: Tensor | None, x: Tensor) -> Tensor:
     y = x / torch.sqrt((x * x).sum() / len(x) + config.norm_eps)
+    if config.norm == "offset-rmsnorm" and weight is not None:
+        weight = 1 + weight
     return y if weight is None else y * weight
 
 
@@ -105,13 +119,21 @@ def _attention(
     groups = config.kv_heads or heads
     queries, keys, values = [], [], []
     for place, x in enumerate(h):
-        parts = _linear(own, "attention.qkv", x).split(size)
+        made = _linear(own, "attention.qkv", x)
+        if config.qk_norm_whole:
+            q, k, v = made.split([heads * size, groups * size, groups * size])
+            q, k = (
+                config.qk_scale * _rms(config, own.get(f"attention.{name}_norm.weight"), part)
+                for name, part in (("q", q), ("k", k))
+            )
+            made = torch.cat([q, k, v])
+        parts = made.split(size)
         ready = []
         for number, part in enumerate(parts[: heads + groups]):
-            if config.qk_norm:
+            if config.qk_norm and not config.qk_norm_whole:
                 part = _rms(config, own.get(f"attention.{'q' if number < heads else 'k'}_norm.weight"), part)
                 part = config.qk_scale * part
-            ready.append(_turned(config, part, place) if config.positions == "rope" else part)
+            ready.append(_turned(config, kind, part, place) if config.positions == "rope" and kind != "N" else part)
         queries.append(ready[:heads])
         keys.append(ready[heads:])
         parts = parts[heads + groups :]
@@ -125,7 +147,10 @@ def _attention(
         result = []
         for head in range(heads):
             group = head // (heads // groups)
-            scores = [queries[place][head] @ keys[s][group] / math.sqrt(size) for s in range(first, place + 1)]
+            divisor = math.sqrt(config.score_divisor or size)
+            scores = [queries[place][head] @ keys[s][group] / divisor for s in range(first, place + 1)]
+            if config.attention_cap is not None:
+                scores = [config.attention_cap * torch.tanh(score / config.attention_cap) for score in scores]
             shares = torch.exp(torch.stack(scores))
             shares = shares / shares.sum()
             result.append(sum(share * values[first + s][group] for s, share in enumerate(shares)))
@@ -135,11 +160,19 @@ def _attention(
     return results
 
 
-def _turned(config: ModelConfig, x: Tensor, place: int) -> Tensor:
-    half, angles = config.size // 2, []
+def _turned(config: ModelConfig, kind: str, x: Tensor, place: int) -> Tensor:
+    base, local = config.rope_base, kind == "W" and config.rope_local_base is not None
+    if kind == "W" and config.rope_local_base is not None:
+        base = config.rope_local_base
+    turned = int(config.size * config.rope_share)
+    half, angles = turned // 2, []
     for i in range(half):
-        rate = config.rope_base ** (-2 * i / config.size)
-        if config.rope_scaling == "linear":
+        rate = base ** (-2 * i / turned)
+        if local or config.rope_scaling is None:
+            pass
+        elif config.rope_scaling == "longrope":
+            rate = rate / config.rope_factors[i]
+        elif config.rope_scaling == "linear":
             rate = rate / config.rope_factor
         elif config.rope_scaling == "llama3":
             turns = config.rope_original_context * rate / (2 * math.pi)
@@ -147,8 +180,10 @@ def _turned(config: ModelConfig, x: Tensor, place: int) -> Tensor:
             rate = (1 - kept) * rate / config.rope_factor + kept * rate
         angles.append(place * rate)
     turn = torch.polar(torch.ones(half, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
-    y = torch.complex(x[:half], x[half:]) * turn
-    return torch.cat([y.real, y.imag])
+    y = torch.complex(x[:half], x[half:turned]) * turn
+    if config.rope_scaling == "longrope" and not local:
+        y = y * config.rope_gain
+    return torch.cat([y.real, y.imag, x[turned:]])
 
 
 def _eigenstates(config: ModelConfig, own: Weights, layer: int, h: list[Tensor]) -> list[Tensor]:
@@ -178,8 +213,14 @@ def _mlp(config: ModelConfig, own: Weights, h: Tensor) -> Tensor:
     if config.mlp == "swiglu":
         gate, value = pre[: len(pre) // 2], pre[len(pre) // 2 :]
         active = gate / (1 + torch.exp(-gate)) * value
+    elif config.mlp == "geglu":
+        active = _gelu(pre[: len(pre) // 2]) * pre[len(pre) // 2 :]
     elif config.mlp == "relu2":
         active = torch.where(pre > 0, pre * pre, torch.zeros_like(pre))
     else:
-        active = 0.5 * pre * (1 + torch.tanh(math.sqrt(2 / math.pi) * (pre + 0.044715 * pre**3)))
+        active = _gelu(pre)
     return _linear(own, "mlp.out", active)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

@@ -1,13 +1,19 @@
 """The kernels for decoding against the plain pass over the whole text, and the draw of a token against torch's form."""
 
+import dataclasses
+import functools
+
 import pytest
 import torch
 
+from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
-from flatout.generation.engine import Engine, uncached_tokens
+from flatout.device import arithmetic
+from flatout.generation.engine import Engine, TextRequest, uncached_tokens
 from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.model.gpt import GPT, build_model
 from flatout.model.int8 import Int8Linear
+from flatout.model.quantize import narrow_linears
 from tests.unit.test_generate import KINDS, requests
 
 decode = pytest.importorskip("flatout.ops.kernels.decode")
@@ -16,6 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OTHERS = {
     "learned positions": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "qk_norm": False},
     "scaled": {"family": "gpt", "head_size": 6, "qkv_bias": True, "rope_scaling": "llama3", "rope_original_context": 8},
+    "scaled embedding": {"embedding_scale": 5.5, "pattern": "WA", "window": 4, "rope_local_base": 20.0},
     "residual scale": {"family": "gpt", "residual_scale": 0.3, "mlp": "gelu"},
 }
 
@@ -60,7 +67,8 @@ def test_logits_are_those_of_the_whole_text(kind, parts, device, monkeypatch):
 @torch.inference_mode()
 def test_products_of_8_bit_weights(inputs, outputs, activation, device):
     torch.manual_seed(0)
-    linear = Int8Linear(torch.nn.Linear(inputs, outputs)).to(device)
+    wide = torch.nn.Linear(inputs, outputs)
+    linear = Int8Linear(wide.weight, wide.bias).to(device)
     x_RK = torch.randn(3, inputs, device=device)
     exact_NK = linear.weight.double() * linear.scale_N.double()[:, None]
     expected = x_RK.double() @ exact_NK.T + linear.bias.double()
@@ -73,18 +81,68 @@ def test_products_of_8_bit_weights(inputs, outputs, activation, device):
     for rows in (1, 3):
         made = decode.product(x_RK[:rows], weights, linear.bias, dtype=torch.float32, activation=activation)
         assert float((made - expected[:rows]).abs().max()) < 1e-6 * float(expected.abs().max())
+    if activation is not None:  # the inputs of those below are rounded before
+        return
+    x_RK = x_RK.bfloat16()
+    expected = x_RK.double() @ exact_NK.T + linear.bias.double()
+    for rows, digits in ((1, 1e-4), (3, 3 * 2**-9)) if device == "cuda" else ((1, 1e-4),):
+        made = decode.product(x_RK[:rows], weights, linear.bias, dtype=torch.bfloat16)
+        assert float((made - expected[:rows]).abs().max()) < digits * float(expected.abs().max())
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_recorded_steps_give_the_texts_of_the_plain_pass(kind):
-    model = lively(KINDS[kind], "cuda")
+def test_steps_in_kernels_give_the_texts_of_the_plain_pass(kind, device):
+    model = lively(KINDS[kind], device)
     engine, waiting = Engine(model, rows=4, penalties=True, kernels=True), requests(12)
+    if device == "cpu":  # in Triton's interpreter
+        waiting = [dataclasses.replace(one, count=min(one.count, 9)) for one in waiting[:4]]
     made = [engine.add(one) for one in waiting]
     while engine.busy:
         engine.step()
     for one in made:
         assert one.made == list(uncached_tokens(model, one.ids, count=one.count, sampling=one.sampling)), one
+
+
+BF16 = functools.partial(arithmetic, "bf16", False, torch.device("cuda"))
+
+
+def decoded(model: GPT, texts: list[TextRequest], **how) -> list[TextRequest]:
+    engine = Engine(model, rows=8, kernels=True, scope=BF16, **how)
+    made = [engine.add(dataclasses.replace(one, made=[], probabilities=[])) for one in texts]
+    while engine.busy:
+        engine.step()
+    engine.close()
+    return made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+@pytest.mark.parametrize("preset", ["gpt2-124m", "record", "modern"])
+@torch.inference_mode()
+def test_tokens_in_bf16_are_nearly_the_likeliest_and_exact_where_asked(preset, weights):
+    config = load_config(preset).config.model.model_copy(update={"layers": 12, "width": 768})
+    model = build_model(config, 50_257, seed=1).cuda().eval()
+    with torch.no_grad():  # projections that start at zero would leave blocks without effect
+        for block in model.blocks:
+            block.attention.out.weight.normal_(0.0, 0.02)
+            block.mlp.out.weight.normal_(0.0, 0.02)
+    narrow_linears(model, weights)
+    draw = torch.Generator().manual_seed(0)
+    greedy = {"sampling": Sampling(temperature=0.0), "logprobs": 0}
+    texts = [
+        TextRequest(
+            ids=torch.randint(0, 50_257, (20 + 7 * one,), generator=draw).tolist(), count=40 + 8 * one, **greedy
+        )
+        for one in range(12)
+    ]
+    for one in decoded(model, texts):
+        with BF16():
+            logits_TV = model.logits(torch.tensor([[*one.ids, *one.made]], device="cuda"))[0, len(one.ids) - 1 : -1]
+        chosen_T = logits_TV.gather(1, torch.tensor(one.made, device="cuda")[:, None])[:, 0]
+        assert float((logits_TV.max(dim=1).values - chosen_T).max()) < 0.05
+    beside, (alone,) = decoded(model, texts, invariant=True), decoded(model, texts[3:4], invariant=True)
+    assert (beside[3].made, beside[3].probabilities) == (alone.made, alone.probabilities)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

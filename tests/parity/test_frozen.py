@@ -111,6 +111,7 @@ RANKS = {"ranks": (("k_proj", 5), ("up_proj", 2)), "alphas": (("v_proj", 9.0),)}
         (QWEN3 | {"layers": 1}, {}, {"checkpointing": "full"}, False),
         (QWEN3, {}, {}, True),
         (QWEN3 | BARE, {}, {"checkpointing": "full"}, True),
+        (LLAMA | {"fused_projections": True, "pattern": "AN"}, {}, {}, True),
         (GPT2, {}, {}, False),
         (GPT2 | {"layers": 1}, {}, {"checkpointing": "full"}, True),
         (LLAMA | {"mlp": "relu2", "mlp_width": None, "layers": 1}, {}, {"loss": "chunked"}, False),

@@ -40,6 +40,15 @@ KINDS = {
     "eigenstates": {"pattern": "E", "bias": True},
     "first mix": {"first_mix": True, "bias": True, "norm": "layernorm", "pattern": "AE", "residual_scale": 0.7},
     "record": {"layers": 3, "value_tables": 1, "head_gate": True, "first_mix": True, "bigram_rows": 19, **RECORD},
+    "no positions": {"pattern": "NA", "kv_heads": 2, "qk_norm": False},
+    "norms after": {"norm_place": "after", "qk_norm_whole": True, "qk_norm": 1.2, "kv_heads": 2, "bias": True,
+                    "residual_scale": 0.7},
+    "fused": {"fused_projections": True, "rope_scaling": "longrope", "rope_factors": [1.0, 2.0, 3.5], "rope_gain": 1.2},
+    "part of a head": {"rope_share": 0.75, "qk_norm": 0.7, "head_size": 8, "kv_heads": 2},
+    "gemma": {"norm": "offset-rmsnorm", "norm_place": "both", "mlp": "geglu", "embedding_scale": 3.0, "kv_heads": 2,
+              "score_divisor": 3, "attention_cap": 0.7, "pattern": "WA"},
+    "local base": {"pattern": "WA", "rope_local_base": 50.0, "rope_scaling": "linear", "rope_factor": 3.0},
+    "scaled embedding": {"embedding_scale": 3.0, "embedding_norm": True},
     "mixed": {"pattern": "EWA", "layers": 3, "positions": "learned"},
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -296,6 +296,21 @@ def test_kernels_and_compile_mode(device, words, kernels, compiled):
             assert answer.why, f"{name} fell back in silence"
 
 
+@pytest.mark.parametrize(
+    "word",
+    ["norm=offset-rmsnorm", "norm_place=both", "mlp=geglu", "rope_share=0.5", "qk_norm_whole=true", "score_divisor=9",
+     "attention_cap=50.0"],
+)  # fmt: skip
+def test_a_model_that_our_kernels_do_not_know_has_torchs(word):
+    words = ("model.family=gpt", f"model.{word}")
+    assert used(resolve(HOPPER, *words), "kernels") == ("torch", f"they do not know model.{word}")
+    with pytest.raises(HardwareError, match=f"speed.kernels is triton, but they do not know model.{word}"):
+        resolve(HOPPER, *words, "speed.kernels=triton", written=True)
+    with_cap = "attention_cap" in word
+    assert (used(resolve(HOPPER, *words), "attention")[0] == "reference") == with_cap
+    assert (used(resolve(CPU, *words), "attention")[0] == "reference") == with_cap
+
+
 def test_dropout_leaves_our_kernels_where_launching_them_costs_little():
     """On an H200 compiled steps with dropout took 1.4 and 1.8 times as long here as ours without dropout."""
     sixty = ["model.layers=8", "model.width=512", "model.heads=4", "model.dropout=0.1", "speed.micro_batch=64"]

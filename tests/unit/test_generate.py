@@ -1,4 +1,5 @@
 import collections
+import dataclasses
 import random
 
 import pytest
@@ -146,25 +147,58 @@ KINDS = {
     },
     "windows": {"family": "gpt", "pattern": "WA", "window": 4},
     "eigenstates": {"family": "gpt", "pattern": "EA", "states": 16},
+    "no positions": {"pattern": "AN", "kv_heads": 2},
+    "norms after": {"norm_place": "after", "qk_norm_whole": True, "kv_heads": 2},
+    "part of a head": {"rope_share": 0.75},
+    "gemma": {
+        "norm": "offset-rmsnorm",
+        "norm_place": "both",
+        "mlp": "geglu",
+        "score_divisor": 3,
+        "attention_cap": 2.0,
+        "pattern": "WA",
+        "window": 4,
+        "embedding_scale": 5.5,
+    },
 }
 
 
-KINDS_OF_ONE_ROW = KINDS | {
+BEYOND_KERNELS = ("norms after", "part of a head", "gemma")
+KINDS_IN_NUMPY = {kind: fields for kind, fields in KINDS.items() if kind not in BEYOND_KERNELS} | {
     "learned": {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "residual_scale": 0.5},
+    "scaled": {"embedding_scale": 5.5, "pattern": "WA", "window": 4, "rope_local_base": 20.0},
     "grouped values": {"family": "gpt", "kv_heads": 2, "value_tables": 1, "norm": "rmsnorm", "qk_norm": True},
+    "unbounded": {"family": "gpt", "norm": "plain-rmsnorm", "qk_norm": 5.0},
 }
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_ONE_ROW)
-def test_one_row_in_numpy_gives_the_logits_of_torch(kind):
-    model, text = lively_model(KINDS_OF_ONE_ROW[kind]), [3, 1, 4, 1, 5, 9, 2, 6]
-    caches = model.empty_cache(), model.empty_cache()
-    caches[1].arrays = {}
-    with torch.inference_mode():
-        for first, end in [(0, 3), *((place, place + 1) for place in range(3, 8))]:
-            one, other = (model.logits(torch.tensor([text[first:end]]), cache, last=True) for cache in caches)
-            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
-    assert caches[1].arrays, "the passes of one token used NumPy"
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", KINDS_IN_NUMPY)
+def test_passes_in_numpy_give_the_probabilities_of_torch(kind, rows):
+    model = lively_model(KINDS_IN_NUMPY[kind])
+    found = []
+    for in_numpy in (True, False):
+        engine = Engine(model, rows=rows, penalties=True)
+        assert engine.in_numpy
+        whole = kind not in ("windows", "eigenstates", "scaled")
+        assert bool(engine.listed) == whole, "prompts in NumPy need whole caches"
+        if not in_numpy:
+            engine.in_numpy, engine.listed = False, 0
+        asked = [engine.add(dataclasses.replace(one, logprobs=0)) for one in requests(7)]
+        while engine.busy:
+            engine.step()
+        assert bool(engine.graphs) == in_numpy, "calls are kept and made again"
+        found.append([(one.made, [own for own, _ in one.probabilities]) for one in asked])
+    for (made, own), (expected, likely) in zip(*found, strict=True):
+        assert made == expected
+        assert own == pytest.approx(likely, abs=2e-4)
+
+
+def test_a_long_prompt_is_read_by_torch_and_goes_on_in_numpy(monkeypatch):
+    model = lively_model({})
+    expected = list(uncached_tokens(model, range(20), count=30, sampling=GREEDY))
+    monkeypatch.setattr("flatout.generation.engine.LISTED", 5 * sum(weight.numel() for weight in model.parameters()))
+    assert list(generate_tokens(model, range(20), count=30, sampling=GREEDY)) == expected
 
 
 def requests(number: int) -> list[TextRequest]:
@@ -216,6 +250,28 @@ def test_a_text_does_not_depend_on_its_neighbours(kind):
     while engine.busy:
         engine.step()
     assert turn.made == list(uncached_tokens(model, turn.ids, count=6, sampling=GREEDY))
+
+
+def test_prompts_are_read_together_and_in_their_order(monkeypatch):
+    """As on a GPU, where a pass over prompts stops all live rows."""
+    model, reads, began = lively_model({}), [], {}
+
+    begin = Engine._begin
+    monkeypatch.setattr(
+        Engine, "_begin", lambda engine, rows, *more: (reads.append(len(rows)), begin(engine, rows, *more))
+    )
+    engine = Engine(model, rows=4)
+    engine.kernels, engine.in_numpy, engine.listed = True, False, 0
+    made = [TextRequest(ids=[1, 5, number], count=5 + number % 7, sampling=GREEDY) for number in range(20)]
+    for request in made:
+        engine.add(request)
+    for step in range(1000):
+        engine.step()
+        began |= {number: step for number, request in enumerate(made) if request.made and number not in began}
+    assert sum(reads) == 20 > 2 * len(reads)
+    assert [began[number] for number in range(20)] == sorted(began.values())
+    for one in made:
+        assert one.made == list(uncached_tokens(model, one.ids, count=one.count, sampling=GREEDY))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,6 +34,40 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "tied": False},
     "qwen2": {"qk_norm": False, "qkv_bias": True},
     "qwen3": {"head_size": 10},
+    "smollm3": {"qk_norm": False, "pattern": "AN"},
+    "olmo2": {"norm_place": "after", "qk_norm_whole": True, "head_size": 10},
+    "phi3": {
+        "qk_norm": False,
+        "fused_projections": True,
+        "pattern": "W",
+        "window": 9,
+        "rope_share": 0.7,
+        "rope_scaling": "longrope",
+        "rope_factors": [1.0, 2.5],
+        "rope_gain": 1.1,
+    },
+    "gemma2": {
+        "norm": "offset-rmsnorm",
+        "norm_place": "both",
+        "mlp": "geglu",
+        "embedding_scale": 24**0.5,
+        "qk_norm": False,
+        "attention_cap": 50.0,
+        "logit_cap": 30.0,
+        "score_divisor": 9,
+        "pattern": "WA",
+        "window": 5,
+    },
+    "gemma3_text": {
+        "norm": "offset-rmsnorm",
+        "norm_place": "both",
+        "mlp": "geglu",
+        "embedding_scale": 24**0.5,
+        "pattern": "WA",
+        "window": 40,
+        "rope_local_base": 500.0,
+        "rope_scaling": "linear",
+    },
 }
 
 
@@ -248,7 +282,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no type": (lambda f: change(f, model_type=...), r"a model of type null, which is not supported"),
     "another type": (lambda f: change(f, model_type="mamba"), r"type 'mamba', which is not supported"),
     "type is a list": (lambda f: change(f, model_type=["llama"]), r"not supported"),
-    "smollm3": (lambda f: change(f, model_type="smollm3"), r"'smollm3', which is not supported"),
     "remote code": (
         lambda f: change(f, model_type="mine", auto_map={"AutoModel": "m.M"}),
         r"type 'mine', which is not supported",
@@ -407,6 +440,78 @@ def test_a_damaged_folder_gives_one_clear_error(what, good, tmp_path):
     assert len(error.value.message) < 600
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 8},
+            "windows are not supported beside no_rope_layers",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers is \[1\], not a 0 or 1 for each of 2 layers"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "not a 0 or 1"),
+        ("smollm3", {"no_rope_layers": 3}, "not a 0 or 1"),
+        ("smollm3", {"no_rope_layers": ..., "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ("olmo2", {"attention_bias": True}, "only both or none"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary scaling of type 'linear'"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "short_factor is null, not a list of numbers"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0]}},
+            "rope_factors has 1 numbers, and heads have 2",
+        ),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": ["1", 2]}}, "not a list of numbers"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "rope_share: "),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu', only gelu_pytorch_tanh is supported"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "only full and sliding attention"),
+        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', not a number"),
+        ("gemma2", {"attention_bias": True}, "only both or none"),
+        ("gemma3_text", {"model_type": "gemma3"}, "a model of type 'gemma3', which is not supported"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, Gemma 3 has none"),
+        ("gemma3_text", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern is 0"),
+        ("gemma3_text", {"rope_parameters": [1]}, "rotary settings .* are not supported"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rotary scaling of type 'linear' in windows",
+        ),
+        ("gemma3_text", {"rope_local_base_freq": "x"}, "rope_local_base_freq is 'x', not a number"),
+        ("phi3", {"partial_rotary_factor": 0.1}, "rope_share 0.1 turns 0 of 6 channels"),
+    ],
+)
+def test_what_a_family_has_beyond_ours_is_refused_by_name(kind, values, message, tmp_path):
+    write(tmp_path / "m", kind)
+    read_description(tmp_path / "m")
+    change(tmp_path / "m", **values)
+    with pytest.raises(CheckpointError, match=message):
+        read_description(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [("smollm3", {"no_rope_layers": [1, 1]}), ("gemma3_text", {"layer_types": ["full_attention"] * 2})],
+)
+def test_blocks_that_turn_otherwise_are_another_model(kind, values, tmp_path):
+    write(tmp_path / "m", kind)
+    before = read_description(tmp_path / "m")
+    check_same_model(before.config, read_description(tmp_path / "m", context=9), "")
+    change(tmp_path / "m", **values)
+    with pytest.raises(CheckpointError, match="the model has pattern"):
+        check_same_model(before.config, read_description(tmp_path / "m"), "")
+
+
+def test_longrope_goes_as_far_as_its_short_factors(tmp_path):
+    write(tmp_path / "m", "phi3")
+    scaling = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0]}
+    change(tmp_path / "m", max_position_embeddings=128, original_max_position_embeddings=32, rope_scaling=scaling)
+    found = read_description(tmp_path / "m").config
+    assert (found.context, found.rope_factors) == (32, [1.0, 2.0])
+    assert found.rope_gain == pytest.approx((1 + 2 / 5) ** 0.5)
+    with pytest.raises(CheckpointError, match="the model has 32 positions, and 33 are asked for"):
+        read_description(tmp_path / "m", context=33)
+
+
 def test_gpt2_with_changes_is_refused(tmp_path):
     model = build_model(ModelConfig(family="gpt2", layers=1, width=16, heads=2, context=8), VOCAB)
     export_huggingface(model, tmp_path / "m")
@@ -457,7 +562,7 @@ def test_a_model_of_another_shape_is_not_filled(tmp_path):
         ({"logit_cap": 30.0, "norm": "plain-rmsnorm", "qk_norm": 1.2}, "model.logit_cap=null"),
         ({"embedding_norm": True}, "model.embedding_norm=false"),  # tied, as it comes
         ({"bias": True}, "model.qk_norm=false"),
-        ({"qkv_bias": True}, "model.qk_norm=false"),
+        ({"qkv_bias": True}, "model.qkv_bias=null"),
         ({"bias": True, "qkv_bias": False}, "model.qk_norm=false model.qkv_bias=null"),
         ({"width": 30, "head_size": 8, "qk_norm": False}, "model.qk_norm=true"),
         ({"width": 30, "head_size": 8, "bias": True}, "model.bias=false"),

@@ -14,9 +14,9 @@ from rich.console import Console
 from flatout.data import chat_template
 from flatout.data import library_tokenizers as tokenizer_module
 from flatout.data.batch import Delivery
-from flatout.data.chat_template import ChatTemplate, load_template
+from flatout.data.chat_template import ChatTemplate, load_template, stops_of
 from flatout.data.library_tokenizers import ModelTokenizer
-from flatout.data.masking import ADVICE, COUNTS, count_text, preview, stops_of
+from flatout.data.masking import ADVICE, COUNTS, count_text, preview
 from flatout.data.sample_data import SampleData
 from flatout.data.samples import SAMPLES, SampleRequest, SampleSet, check_target, open_samples, prepare_samples
 from flatout.data.shards import MANIFEST

@@ -84,6 +84,7 @@ from flatout.model.seal import SEAL, check_seal, read_seal
 from flatout.model.weights import assign_weights, check_tensors
 
 _ROPE = ("rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
+_ROPE += ("rope_local_base", "rope_factors", "rope_gain")
 _FREE = {"init_from", "context", "vocab", "dropout", "window", *_ROPE}
 ADAPTER = "adapter"
 # Settings of an adapter that have the same names in PEFT's plan.

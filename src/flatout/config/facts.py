@@ -95,7 +95,7 @@ _FORMS = {
     r"^[1-9][0-9]{0,5} epochs?$": "a whole number of epochs, such as 2 epochs",
     r"^[0-9]{1,6}(\.[0-9]{1,6})? minutes?$": "a number of minutes, such as 10 minutes",
     r"^(auto|cpu|mps|cuda|cuda:\d{1,3})$": "auto, cpu, mps, cuda or cuda:N",
-    r"^[AEW]{1,1000}$": "letters A, E and W, as in EEEA",
+    r"^[AENW]{1,1000}$": "letters A, E, N and W, as in EEEA",
     r"^[a-z]{2,3}$": "a code of two or three small letters, such as en",
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$": "up to 100 letters, digits, dots, dashes and underscores, none of the last "
     "three in front",

@@ -12,13 +12,19 @@ from flatout.config.yaml_loader import format_value
 # of gpt2 are fixed: with other values it would not be GPT-2, and other libraries could not take its weights.
 GPT2: dict[str, Any] = {
     "norm": "layernorm",
+    "norm_place": "before",
     "positions": "learned",
     "mlp": "gelu",
     "bias": True,
     "qk_norm": False,
+    "qk_norm_whole": False,
+    "fused_projections": False,
     "embedding_norm": False,
     "residual_scale": None,
     "logit_cap": None,
+    "attention_cap": None,
+    "score_divisor": None,
+    "embedding_scale": None,
     "tied": True,
     "kv_heads": None,
     "head_size": None,
@@ -30,6 +36,17 @@ GPT2: dict[str, Any] = {
     "value_tables": 0,
     "head_gate": False,
     "bigram_rows": 0,
+}
+
+# The values that our kernels know. A model with others uses torch's operations, in training and in decoding.
+_IN_KERNELS: dict[str, tuple[Any, ...]] = {
+    "norm": ("rmsnorm", "layernorm", "plain-rmsnorm"),
+    "norm_place": ("before",),
+    "rope_share": (1.0,),
+    "mlp": ("swiglu", "relu2", "gelu"),
+    "qk_norm_whole": (False,),
+    "score_divisor": (None,),
+    "attention_cap": (None,),
 }
 
 STATE_HEADS = 8  # of an E block, or as many as divide its states
@@ -48,8 +65,8 @@ class ModelConfig(Section):
     """Key and value heads per block, fewer than heads for grouped-query attention; null means heads."""
     head_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Size of each head; null means width over heads."""
-    pattern: Annotated[str, Field(pattern=r"^[AEW]{1,1000}$")] = "A"
-    """Kinds of blocks, a letter each, over and over: A full attention, W a sliding window, E states."""
+    pattern: Annotated[str, Field(pattern=r"^[AENW]{1,1000}$")] = "A"
+    """Kinds of blocks, over and over: A full attention, N the same without positions, W a sliding window, E states."""
     window: Annotated[int, Field(ge=1, le=2**24)] = 1024
     """Tokens that attention of a W block reaches, the token itself included."""
     states: Annotated[int, Field(ge=1, le=65536)] = 128
@@ -58,20 +75,28 @@ class ModelConfig(Section):
     """Tokens the model sees at once."""
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Number of token ids; null takes the tokenizer's."""
-    norm: Literal["rmsnorm", "layernorm", "plain-rmsnorm"] = "rmsnorm"
-    """Normalisation before attention and MLP; plain-rmsnorm has no weights, nor have norms of queries and keys then."""
+    norm: Literal["rmsnorm", "layernorm", "plain-rmsnorm", "offset-rmsnorm"] = "rmsnorm"
+    """Kind of norms; plain-rmsnorm has no weights, offset-rmsnorm multiplies by 1 + weight, in queries and keys too."""
+    norm_place: Literal["before", "after", "both"] = "before"
+    """Norms of attention and MLP: of what goes in, of what comes out, or both."""
     norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-5
     """What norms add to the mean square or variance before the root."""
     embedding_norm: bool = False
     """RMS norm without weights right after the embedding."""
+    embedding_scale: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Multiplies the embedding, after its norm; null leaves it alone."""
     zero_init: bool = False
     """Start with zeros where attention and MLP join the residual stream, and with large embeddings."""
     positions: Literal["rope", "learned"] = "rope"
     """How the model knows where a token stands."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary frequencies."""
-    rope_scaling: Literal["linear", "llama3"] | None = None
-    """Rotary frequencies stretched for a longer context: all alike, or only the slow ones as Llama 3.1."""
+    rope_local_base: Annotated[float, Field(gt=1.0)] | None = None
+    """Base of the rotary frequencies in W blocks, which are not scaled then; null: those of all other blocks."""
+    rope_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of a head's channels that rotary positions turn, the first ones; the others stay as they are."""
+    rope_scaling: Literal["linear", "llama3", "longrope"] | None = None
+    """Rotary frequencies stretched for a longer context: all alike, the slow ones as Llama 3.1, or by rope_factors."""
     rope_factor: Annotated[float, Field(ge=1.0, le=1e6)] = 8.0
     """By how much rope_scaling slows rotary frequencies down."""
     rope_low: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
@@ -80,16 +105,28 @@ class ModelConfig(Section):
     """llama3 leaves frequencies of more turns in rope_original_context as they are."""
     rope_original_context: Annotated[int, Field(ge=1, le=2**24)] = 8192
     """Context that llama3's model had before it was stretched."""
-    mlp: Literal["swiglu", "relu2", "gelu"] = "swiglu"
-    """Feed-forward kind; gelu is the tanh form."""
+    rope_factors: list[Annotated[float, Field(gt=0.0, le=1e6)]] = Field(default=[])
+    """By how much longrope slows each rotary frequency down."""
+    rope_gain: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    """What longrope multiplies turned channels with."""
+    mlp: Literal["swiglu", "geglu", "relu2", "gelu"] = "swiglu"
+    """Feed-forward kind; gelu is the tanh form, and geglu has it in the place of swiglu's silu."""
     mlp_width: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    """Hidden size of the MLP; null means 4 times width, two thirds of that for swiglu's three matrices."""
+    """Hidden size of the MLP; null means 4 times width, two thirds of that for three matrices (swiglu, geglu)."""
     bias: bool = False
     """Bias vectors in linear layers and LayerNorm."""
     qkv_bias: bool | None = None
     """Bias of the projection to queries, keys and values; null follows bias."""
     qk_norm: bool | Annotated[float, Field(gt=0.0, le=100.0)] = True
     """RMS-normalise queries and keys per head before the product; a number multiplies both after that."""
+    qk_norm_whole: bool = False
+    """Norms of queries and keys go over all heads together."""
+    score_divisor: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Products of queries and keys are divided by the root of this; null means the size of a head."""
+    attention_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Bends scores of attention to stay below this: cap·tanh(scores / cap); null leaves them alone."""
+    fused_projections: bool = False
+    """One adapter for queries, keys and values together, and one for the two halves of swiglu, as Phi-3 has them."""
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     """Initial value of learned scales on both residual branches; null has no scales."""
     logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
@@ -144,6 +181,16 @@ class ModelConfig(Section):
         return self.head_size or self.width // self.heads
 
     @property
+    def gated_mlp(self) -> bool:
+        """Whether the MLP's first product makes a gate beside each value."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def turned(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return int(self.size * self.rope_share)
+
+    @property
     def qk_scale(self) -> float:
         """What multiplies queries, and keys, after their norm."""
         return 1.0 if isinstance(self.qk_norm, bool) else self.qk_norm
@@ -152,6 +199,12 @@ class ModelConfig(Section):
     def norm_weights(self) -> bool:
         """Whether norms have learned weights, those of queries and keys included."""
         return self.norm != "plain-rmsnorm"
+
+    @property
+    def beyond_kernels(self) -> tuple[str, ...]:
+        """The settings that our kernels do not have."""
+        found = {field: getattr(self, field) for field in _IN_KERNELS}
+        return tuple(f"model.{name}={format_value(x)}" for name, x in found.items() if x not in _IN_KERNELS[name])
 
     @property
     def queries(self) -> int:
@@ -187,8 +240,19 @@ class ModelConfig(Section):
             )
         if set(self.pattern) != {"A"} and self.family == "gpt2":
             raise Conflict(f"pattern is {self.pattern}, and GPT-2 has full attention only", "set model.family=gpt")
+        if "N" in self.pattern and self.positions != "rope":
+            raise Conflict(
+                f"pattern is {self.pattern}, and blocks of kind N are for models with rotary positions in others",
+                "set model.positions=rope, or write A instead of N",
+            )
+        if self.qk_norm_whole and not self.qk_norm:
+            raise Conflict("qk_norm_whole is set, and there are no norms of queries and keys", "set model.qk_norm=true")
         if "W" in self.pattern and self.dropout > 0:
             raise Conflict("attention within a window has no dropout", "set model.dropout=0, or model.pattern=A")
+        if self.attention_cap is not None and self.dropout > 0:
+            raise Conflict(
+                "attention with a cap has no dropout", "set model.dropout=0, or leave model.attention_cap out"
+            )
         if self.positions == "rope" and self.head_size is not None and self.head_size % 2:
             raise Conflict(
                 f"rotary positions need an even head_size, not {self.head_size}",
@@ -198,6 +262,16 @@ class ModelConfig(Section):
             raise Conflict(
                 f"rotary positions need an even head size (width over heads), not {self.width // self.heads}",
                 f"set model.width={multiple_near(self.width, 2 * self.heads)}, or model.positions=learned",
+            )
+        if self.positions == "rope" and (self.turned % 2 or not self.turned):
+            raise Conflict(
+                f"rope_share {self.rope_share} turns {self.turned} of {self.size} channels, and they come in pairs",
+                "set model.rope_share=1.0, or to a share that gives an even number",
+            )
+        if self.rope_scaling == "longrope" and len(self.rope_factors) != self.turned // 2:
+            raise Conflict(
+                f"rope_factors has {len(self.rope_factors)} numbers, and heads have {self.turned // 2} frequencies",
+                f"set model.rope_factors to {self.turned // 2} numbers, or model.rope_scaling=null",
             )
         if self.rope_scaling is not None and self.positions != "rope":
             raise Conflict(

@@ -376,6 +376,12 @@ class EvalConfig(Section):
     """Text the samples continue."""
     sample_temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.8
     """Randomness of the samples; 0 is greedy, the likeliest token each time."""
+    tasks: list[Name] = Field(default=[])
+    """Task files, or folders of them, that the model is asked during training; docs/evaluation.md has their forms."""
+    tasks_every: Natural = 0
+    """Steps between rounds of tasks; 0 has one at the end."""
+    tasks_rows: Positive | None = None
+    """Questions of each task, the first ones; null asks all."""
 
     @property
     def steps(self) -> int:

@@ -29,17 +29,26 @@ _FINE_TUNING_HAS = {
 }
 # It does not read these, nor the sections `data` (besides its folder) and `clean`.
 _NOT_IN_FINE_TUNING = ("eval.sample_prompt", "train.length_stages", "train.window_stages")
+_OF_SCALINGS = {
+    "rope_factor": ("linear", "llama3"),
+    **dict.fromkeys(("rope_low", "rope_high", "rope_original_context"), ("llama3",)),
+    **dict.fromkeys(("rope_factors", "rope_gain"), ("longrope",)),
+}
 # What only blocks of one letter read.
 _OF_BLOCKS = {
-    "model.window": "W",
+    **dict.fromkeys(("model.window", "model.rope_local_base"), "W"),
     "train.window_stages": "W",
     **dict.fromkeys(("model.states", "speed.scan"), "E"),
     **{
-        f"model.{name}": "AW"
-        for name in ("kv_heads", "head_size", "qkv_bias", "qk_norm", "head_gate", "rope_base",
-                     "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
+        f"model.{name}": letters
+        for letters, names in {
+            "ANW": ("kv_heads", "head_size", "qkv_bias", "qk_norm", "qk_norm_whole", "score_divisor",
+                    "attention_cap", "head_gate"),
+            "AW": ("rope_base", "rope_share", "rope_scaling", *_OF_SCALINGS),
+        }.items()
+        for name in names
     },
-    "speed.attention": "AW",
+    "speed.attention": "ANW",
 }  # fmt: skip
 
 
@@ -79,7 +88,7 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                 why = f"no block of model.pattern={config.model.pattern} is {kinds}"
                 if set(letters) & set(config.model.pattern):
                     why += f" where model.layers={config.model.layers}"
-                pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
+                pattern = {"W": "WWWA"}.get(letters, "EEEA")
                 yield path, why, f"set a pattern with {kinds}, such as model.pattern={pattern}, or leave {path} out"
         yield from _unused_rotary(config.model)
     chosen = config.optim.optimizer
@@ -91,6 +100,8 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         for what in ("rate", "decay"):
             hint = f"set model.tied=false, or optim.embedding_{what}, or leave optim.head_{what} out"
             yield f"optim.head_{what}", why, hint
+    for name in () if config.eval.tasks else ("tasks_every", "tasks_rows"):
+        yield f"eval.{name}", "eval.tasks names no task", f"set eval.tasks=[FILE.jsonl], or leave eval.{name} out"
     if not config.lora.rank:
         for path in _fields("lora", but="rank"):
             yield path, "lora.rank is 0, which trains all weights", f"set lora.rank=16, or leave {path} out"
@@ -98,23 +109,21 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def _unused_rotary(model: ModelConfig) -> Iterator[tuple[str, str, str]]:
     """What these positions do not read of the settings of rotary ones."""
-    if model.positions != "rope":
-        hint = "set model.positions=rope, or leave model.rope_base out"
-        yield "model.rope_base", f"model.positions is {model.positions}", hint
+    for name in ("rope_base", "rope_local_base", "rope_share") if model.positions != "rope" else ():
+        hint = f"set model.positions=rope, or leave model.{name} out"
+        yield f"model.{name}", f"model.positions is {model.positions}", hint
     scaling = "null" if model.rope_scaling is None else model.rope_scaling
-    for name in ("rope_low", "rope_high", "rope_original_context") if scaling != "llama3" else ():
-        hint = f"set model.rope_scaling=llama3, or leave model.{name} out"
-        yield f"model.{name}", f"model.rope_scaling is {scaling}", hint
-    if scaling == "null":
-        hint = "set model.rope_scaling=linear, or leave model.rope_factor out"
-        yield "model.rope_factor", "model.rope_scaling is null", hint
+    for name, scalings in _OF_SCALINGS.items():
+        if scaling not in scalings:
+            hint = f"set model.rope_scaling={scalings[0]}, or leave model.{name} out"
+            yield f"model.{name}", f"model.rope_scaling is {scaling}", hint
 
 
 def _fields(section: str, but: str = "") -> list[str]:
     return [f"{section}.{name}" for name in names_in(section) if name != but]
 
 
-_CALLED = {"A": "full attention (A)", "W": "windows (W)", "E": "eigenstates (E)"}
+_CALLED = {"A": "full attention (A)", "N": "no positions (N)", "W": "windows (W)", "E": "eigenstates (E)"}
 
 
 def cut_pattern(model: ModelConfig) -> str | None:

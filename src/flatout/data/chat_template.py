@@ -41,6 +41,7 @@ Objects = Sequence[Any] | None
 MODEL = "model"
 NONE = "none"
 _TOOLS = "tool_use"
+_ANSWER = "Flatout"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _INSTEAD = "do not use this template; set chat.template to chatml, plain or a file of your own"
 _NO_TOOLS = (
@@ -408,3 +409,22 @@ def _file_text(path: Path, folder: Path) -> str:
         raise DataError(f"{shown(path)} is not UTF-8 at byte {error.start}", "fetch the file again") from error
     except OSError as error:
         raise DataError(f"cannot read {shown(path)}: {error.strerror}", "check that you may read it") from error
+
+
+def stops_of(tokenizer: ModelTokenizer, template: ChatTemplate | None, named: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that end an answer: the tokenizer's end of text, those that are `named` by the model's files, and the
+    one that the template writes after what an assistant said."""
+    stops = [token for token in named if token < tokenizer.vocab]
+    if tokenizer.end_of_text is not None:
+        stops.insert(0, tokenizer.end_of_text)
+    if template is not None:
+        try:
+            text = template.render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}])
+        except TemplateRefusal:
+            text = ""
+        finally:
+            template.release()
+        after = text[text.rfind(_ANSWER) + len(_ANSWER) :] if _ANSWER in text else ""
+        special = {tokenizer.token_id(token) for token in tokenizer.special_texts}
+        stops += [int(token) for token in tokenizer.encode(after) if int(token) in special][:1]
+    return tuple(dict.fromkeys(stops))

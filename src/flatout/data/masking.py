@@ -374,28 +374,6 @@ def preview(
     return tuple(piece for piece in pieces if piece[0])
 
 
-_ANSWER = "Flatout"
-
-
-def stops_of(tokenizer: ModelTokenizer, template: ChatTemplate | None, named: Sequence[int]) -> tuple[int, ...]:
-    """The tokens that end an answer: the tokenizer's end of text, those that are `named` by the model's files, and the
-    one that the template writes after what an assistant said."""
-    stops = [token for token in named if token < tokenizer.vocab]
-    if tokenizer.end_of_text is not None:
-        stops.insert(0, tokenizer.end_of_text)
-    if template is not None:
-        try:
-            text = template.render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}])
-        except TemplateRefusal:
-            text = ""
-        finally:
-            template.release()
-        after = text[text.rfind(_ANSWER) + len(_ANSWER) :] if _ANSWER in text else ""
-        special = {tokenizer.token_id(token) for token in tokenizer.special_texts}
-        stops += [int(token) for token in tokenizer.encode(after) if int(token) in special][:1]
-    return tuple(dict.fromkeys(stops))
-
-
 # The counts, in the order in which they are listed.
 COUNTS: Mapping[str, str] = {
     "rows": "rows that were read",

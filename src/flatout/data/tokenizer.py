@@ -444,7 +444,7 @@ def _code_points(text: str) -> npt.NDArray[np.uint32]:
 
 def checked_ids(ids: Sequence[int] | npt.NDArray[Any], vocab: int) -> npt.NDArray[np.int64]:
     values = np.asarray(ids, dtype=np.int64).reshape(-1)
-    if values.size and not 0 <= int(values.min()) <= int(values.max()) < vocab:
+    if values.size and int(values.view(np.uint64).max()) >= vocab:  # a negative id is a large one, too
         wrong = next(int(value) for value in values if not 0 <= value < vocab)
         raise DataError(
             f"token id {wrong} is outside the tokenizer's vocabulary of {vocab}",

@@ -221,7 +221,7 @@ class _Steps:
         saving = self.boundary.saves and (
             ending or stopping or self.save_put_off or self.save_asked or every or cooling
         )
-        if not (due.evaluate or due.sample or saving):
+        if not (due.evaluate or due.sample or due.tasks or saving):
             return False
         yield from record_steps(run, progress, self.totals, self.pending.drain())
         if progress.bad_steps and not ending:  # wait: a good step ends the count, or the third bad one ends the run

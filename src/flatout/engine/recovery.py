@@ -18,14 +18,13 @@ import itertools
 import torch
 
 from flatout.data.batch import Batch
-from flatout.device import free_memory, is_out_of_memory
+from flatout.device import first_sentence, free_memory, is_out_of_memory, memory_error
 from flatout.engine.evaluate import evaluate
 from flatout.engine.run import Run
 from flatout.errors import HardwareError, ResourceError, UserError, many
 from flatout.launch import OtherProcessError
 from flatout.model.compiling import is_compile_error, is_compiled, use_uncompiled
 from flatout.pulse import State
-from flatout.resolve.fit_check import first_sentence, memory_error
 
 
 class CompileFailure(str):

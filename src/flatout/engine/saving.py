@@ -40,6 +40,7 @@ from flatout.checkpoints.checkpoint import (
 from flatout.checkpoints.checkpoint_files import BEST, sealed
 from flatout.checkpoints.run_folder import checkpoints_of
 from flatout.config.sections import keeps_best
+from flatout.device import out_of_memory
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.monitor import look_at_eigenstates, notices_at
 from flatout.engine.recovery import fitting_evaluation
@@ -47,13 +48,15 @@ from flatout.engine.run import Run
 from flatout.engine.saver import Saved, Saver, finished
 from flatout.engine.spans import SpanTotals
 from flatout.engine.state import Due, Progress, capture, save_run_adapter, write_sharded
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, ConfigError, quoted
 from flatout.files import disk_errors
 from flatout.generation.engine import generate_tokens
 from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import adapter_tensors
 from flatout.records import CheckpointRecord, EvalRecord, Record, SampleRecord
-from flatout.resolve.fit_check import out_of_memory
+from flatout.tasks.files import find_tasks
+from flatout.tasks.likelihood import Subject
+from flatout.tasks.scores import ask, encoded
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -91,6 +94,15 @@ class Boundary:
         self.saver = Saver(checkpoints_of(self.folder), device, run.step, run.new_notices.add)
         self.keeps_best = keeps_best(run.plan.eval, run.plan.checkpoint)
         self.saved_at = time.monotonic()  # the clock of the wall may jump
+        self.subject = Subject(model=run.model, tokenizer=run.data.tokenizer, scope=run.scope)
+        with run.world.fail_together():  # a task that cannot be asked is refused before the first step
+            self.tasks, unknown = find_tasks(run.plan.eval.tasks, limit=run.plan.eval.tasks_rows)
+            if unknown:
+                raise ConfigError(
+                    f"eval.tasks names {quoted(unknown[0])}, which is no file",
+                    "name files that end in .jsonl or .jsonl.gz",
+                )
+            self.asked = encoded(self.subject, self.tasks)
 
     def pass_through(
         self, due: Due, *, saving: bool, last: bool = False, position: dict[str, Any] | None = None
@@ -151,6 +163,8 @@ class Boundary:
             yield from look_at_eigenstates(run.model, step)
             self.eigenstates_seen_at, loss = step, record.loss
         self.exhausted = out_of_patience(run, self.progress) and not self.progress.bad_steps
+        if due.tasks or (self.exhausted and self.tasks):
+            yield from self._ask_tasks()
         if (due.sample or self.exhausted) and run.plan.eval.sample_tokens:
             yield from self._sample()
         return loss
@@ -247,6 +261,17 @@ class Boundary:
         self.totals.add("evaluation", record.seconds)
         return record, notices
 
+    def _ask_tasks(self) -> Iterator[Record]:
+        run, began = self.run, time.perf_counter()
+        try:
+            with run.averaged(), gathered(run):
+                scores, _ = ask(self.subject, self.tasks, self.asked, world=run.world)
+        except CheckpointError as error:
+            yield from notices_at(self.progress.step, [f"there are no scores of tasks: {error.message}"])
+            return
+        self.totals.add("evaluation", time.perf_counter() - began)
+        yield from (score.record(self.progress.step) for score in scores)
+
     def _sample(self) -> Iterator[Record]:
         run, tokenizer, began = self.run, self.run.data.tokenizer, time.perf_counter()
         try:
@@ -290,14 +315,9 @@ def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:
 
 def sample_ids(run: Run, count: int) -> tuple[Sequence[int], list[int]]:
     """The prompt of a run's samples, and up to `count` tokens after it."""
-    settings, sharding = run.plan.eval, run.trained.sharding
+    settings = run.plan.eval
     prompt = run.data.prompt(settings.sample_prompt)[-run.plan.model.context :]
-    with (
-        run.averaged(),
-        run.scope(),
-        out_of_memory(),
-        contextlib.nullcontext() if sharding is None else sharding.gathered(),
-    ):
+    with run.averaged(), run.scope(), gathered(run):
         found = generate_tokens(
             run.model,
             prompt,
@@ -309,12 +329,21 @@ def sample_ids(run: Run, count: int) -> tuple[Sequence[int], list[int]]:
         return prompt, list(found)
 
 
+@contextlib.contextmanager
+def gathered(run: Run) -> Iterator[None]:
+    """Inside, every process has the whole model."""
+    sharding = run.trained.sharding
+    with out_of_memory(), contextlib.nullcontext() if sharding is None else sharding.gathered():
+        yield
+
+
 def due_after(run: Run, step: int) -> Due:
     ending, settings = step == run.last_step, run.plan.eval
     at_step = is_due(step, settings.steps)
     evaluating = ending or at_step or run.ends_epoch(step, settings.epochs)
     reason = "end" if ending else "step" if at_step else "epoch"
-    return Due(reason if evaluating else None, ending or is_due(step, settings.sample_every))
+    asking = bool(settings.tasks) and (ending or is_due(step, settings.tasks_every))
+    return Due(reason if evaluating else None, ending or is_due(step, settings.sample_every), asking)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.checkpoints.base_and_adapter import adapter_plan, base_fingerprint, build_base, continue_from
+from flatout.device import out_of_memory
 from flatout.engine.custom import CustomModel, CustomParts
 from flatout.engine.monitor import Notices
 from flatout.model.adapter_targets import needless_rank
@@ -27,7 +28,6 @@ from flatout.optim.rules import rate_factors, rules_of
 from flatout.parallel.ranks import Ranks
 from flatout.parallel.reducer import Copies, Slices
 from flatout.resolve.case import Speed
-from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.plan import RunPlan
 from flatout.world import World
 

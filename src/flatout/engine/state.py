@@ -69,6 +69,7 @@ class Due:
 
     evaluate: str | None = None  # the reason: step, epoch or end
     sample: bool = False
+    tasks: bool = False
 
 
 def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None, due: Due | None = None) -> Checkpoint:
@@ -205,7 +206,8 @@ def due_of(checkpoint: Checkpoint) -> Due:
     due = checkpoint.state.get("due")
     found = due if isinstance(due, dict) else {}
     reason = found.get("evaluate")
-    return Due(reason if reason in ("step", "epoch", "end") else None, found.get("sample") is True)
+    reason = reason if reason in ("step", "epoch", "end") else None
+    return Due(reason, found.get("sample") is True, found.get("tasks") is True)
 
 
 def recorded_again(checkpoint: Checkpoint | None) -> tuple[str, ...]:
@@ -213,8 +215,10 @@ def recorded_again(checkpoint: Checkpoint | None) -> tuple[str, ...]:
     if checkpoint is None or not lacks_verdict(checkpoint):
         return ()
     due = due_of(checkpoint)
-    evaluated = ("eval", "eigenstates", "sample") if due.evaluate else ("sample",) if due.sample else ()
-    return ("checkpoint", "spans", *evaluated)
+    again = {"sample": due.sample, "task": due.tasks}
+    if due.evaluate:  # which may end the run, with a sample and tasks
+        again = {"eval": True, "eigenstates": True, "sample": True, "task": True}
+    return ("checkpoint", "spans", *(name for name, asked in again.items() if asked))
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

@@ -42,6 +42,15 @@ MODEL = (
     LAST,
     Option(("--device",), {"default": "auto", "help": "auto, cpu, mps, cuda or cuda:N"}),
 )
+MODELS = (
+    word(
+        "runs",
+        "a run, checkpoint, Hugging Face or adapter folder or GGUF file, or several; default: the newest run",
+        metavar="RUN",
+        nargs="*",
+    ),
+    *MODEL[1:],
+)
 WEIGHTS = choice("--weights", ("auto", "fp32", "bf16", "int8"), "of linear layers; auto: bf16 on a GPU", default="auto")
 _HOSTS = verbs_training.MOST_PROCESSES
 TRAINING = (
@@ -124,24 +133,39 @@ _ALL = (
     Command(
         "eval",
         verbs_models.evaluate,
-        "loss, perplexity and bits per byte of a trained model",
+        "loss, perplexity and bits per byte of a trained model; with --tasks, its scores on tasks",
         (
-            *MODEL,
-            option("--data", "FOLDER", "shards to measure on instead; of a fine-tuned run also its folder of samples"),
+            *MODELS,
+            option(
+                "--data", "PATH", "measure on these shards, on a fine-tuned run's folder of samples, or a text file"
+            ),
             choice("--split", ("val", "train"), "which split to measure", default="val"),
             number("--tokens", 1, 2**40, "measure this many tokens from the start"),
-            choice("--weights", ("bf16", "int8"), "measure with narrower weights, too, and what they cost"),
+            number(
+                "--stride", 1, 2**24, "let windows of the whole context overlap, each N tokens further", metavar="N"
+            ),
+            choice("--weights", ("fp32", "bf16", "int8"), "measure with narrower weights, too, and what they cost"),
+            option("--tasks", "A,B,C", "files of tasks, folders of them, or tasks of lm-evaluation-harness"),
+            option("--task-folder", "FOLDER", "where tasks that are named without a path lie, also the harness's YAML"),
+            number("--shots", 0, 1000, "solved questions before each; default 0", metavar="N"),
+            number("--limit", 1, 2**40, "ask the first N questions of each task", metavar="N"),
+            number("--seed", 0, 2**63 - 1, "draws the solved questions; default 0", default=0),
+            option("--log", "FILE.jsonl", "write every question with the answers to this file"),
+            option("--plot", "FILE", "draw the scores to this PNG or SVG file"),
+            OVERWRITE,
             JSON,
         ),
-        "Measure a trained model on its validation text: loss, perplexity, bits per byte.",
+        "Measure a trained model on its validation text: loss, perplexity, bits per byte. With --tasks, ask it the "
+        "questions of tasks and print scores with standard errors; of several models, also the differences to the "
+        "first. docs/evaluation.md has the forms of task files.",
         python="evaluate",
     ),
     Command(
         "generate",
         verbs_models.generate,
-        "continue a prompt with a trained model",
+        "continue a prompt with a trained model, or with several to compare",
         (
-            *MODEL,
+            *MODELS,
             WEIGHTS,
             Option(("--prompt",), {"default": "\n", "help": "text to continue; default: a new line"}),
             option("--prompts", "FILE", "continue each line, of .jsonl files its prompt; prints JSON lines"),

@@ -1,4 +1,4 @@
-"""Models in, and their loss: runs, checkpoints, Hugging Face folders, GGUF files and PEFT adapters."""
+"""Models in: runs, checkpoints, Hugging Face folders, GGUF files and PEFT adapters."""
 
 import contextlib
 import dataclasses
@@ -25,32 +25,34 @@ from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, v
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
 from flatout.config.load import LoadedConfig, load_stored, with_values
 from flatout.config.source import Source
-from flatout.data.chat_template import ChatTemplate, is_there, load_template, read_templates, template_from_json
+from flatout.data.chat_template import (
+    ChatTemplate,
+    is_there,
+    load_template,
+    read_templates,
+    stops_of,
+    template_from_json,
+)
 from flatout.data.library_tokenizers import ModelTokenizer
-from flatout.data.masking import stops_of
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import own_tokenizer, read_model_tokenizer
-from flatout.device import Device, arithmetic, detect_device
-from flatout.engine.custom import CustomModel, CustomParts, ModelFromPython, check_same_parts, customize, structure_of
-from flatout.engine.setup import only_adapters
+from flatout.device import Device, arithmetic, detect_device, out_of_memory
 from flatout.errors import CheckpointError, DataError, UsageError, quoted
 from flatout.gguf_file import gguf_at
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
-from flatout.model.gpt import GPT, build_model
+from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import Description, read_description
 from flatout.model.hub_folder import find_model, load_described
 from flatout.model.quantize import narrow_linears
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
-from flatout.resolve.case import Probes, no_triton
-from flatout.resolve.fit_check import out_of_memory
-from flatout.resolve.switches import scan_for
-from flatout.shown import ShortlyShown, Shown
+from flatout.shown import ShortlyShown
 
+# The rooms of training are imported where they are needed: a first token need not wait for them.
 if TYPE_CHECKING:
-    from flatout.data.batch import TrainingData
+    from flatout.engine.custom import CustomModel, ModelFromPython
 
 WEIGHTS = ("auto", "fp32", "bf16", "int8")
 
@@ -61,7 +63,7 @@ WEIGHTS = ("auto", "fp32", "bf16", "int8")
 class LoadedModel(ShortlyShown):
     """A trained model ready to use, in evaluation mode on its device."""
 
-    model: GPT | CustomModel
+    model: "GPT | CustomModel"
     tokenizer: Tokenizer
     device: Device
     origin: Path
@@ -115,7 +117,11 @@ class LoadedModel(ShortlyShown):
     @property
     def kernels(self) -> bool:
         """Whether text is decoded by kernels of ours in recorded graphs."""
-        return self.device.kind == "cuda" and no_triton(self.device, Probes()) is None
+        if self.device.kind != "cuda":
+            return False
+        from flatout.resolve.case import Probes, no_triton
+
+        return no_triton(self.device, Probes()) is None
 
     @property
     def config(self):  # of the type of `LoadedConfig.config`
@@ -139,7 +145,7 @@ def load_model(
     device: str = "auto",
     best: bool = True,
     base: str | None = None,
-    model: ModelFromPython | None = None,
+    model: "ModelFromPython | None" = None,
     weights: str = "fp32",
 ) -> LoadedModel:
     """A model from a run folder (its best checkpoint), a checkpoint, a Hugging Face folder, a GGUF file or an adapter.
@@ -161,7 +167,7 @@ def load_model(
 
 
 def _load(
-    path: str | Path | None, *, device: str, best: bool, base: str | None, model: ModelFromPython | None
+    path: str | Path | None, *, device: str, best: bool, base: str | None, model: "ModelFromPython | None"
 ) -> LoadedModel:
     origin = newest_run() if path is None else Path(path)
     found = detect_device(device)
@@ -200,7 +206,7 @@ def _load_folder(folder: Path, device: Device) -> LoadedModel:
     )
 
 
-def _load_checkpoint(folder: Path, device: Device, base: str | None, given: ModelFromPython | None) -> LoadedModel:
+def _load_checkpoint(folder: Path, device: Device, base: str | None, given: "ModelFromPython | None") -> LoadedModel:
     checkpoint = read_checkpoint(folder)
     settings, state = load_stored(checkpoint.config), checkpoint.state
     if given is None:
@@ -213,6 +219,8 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
         settings = with_values(settings, {"model.init_from": base}, Source("python", "base"))
     config = settings.config
     if config.lora.rank:
+        from flatout.engine.setup import only_adapters
+
         model, description = base_of(config.model, config.lora.quantize, state.get("base"), named=base is not None)
         adapters = attach(model, adapter_plan(config.lora), seed=0)
         only_adapters(adapters).assign(checkpoint.model, str(folder))
@@ -220,12 +228,14 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
         vocab = vocab_in(state)
         if given is None:
             check_own_weights(config.model, vocab, checkpoint.model, str(folder))
-        model = build_model(config.model, vocab)
-        if given is not None:
-            model = customize(model, given, seed=config.train.seed)
+            model = empty_model(config.model, vocab)
+            assign_weights(model, checkpoint.model, str(folder))
+        else:
+            from flatout.engine.custom import CustomParts, check_same_parts, customize, structure_of
+
+            model = customize(build_model(config.model, vocab), given, seed=config.train.seed)
             check_same_parts({**state, "given_model": structure_of(model)}, state)
-        assign_weights(model, checkpoint.model, str(folder))
-        if given is not None:
+            assign_weights(model, checkpoint.model, str(folder))
             CustomParts(given).restore_buffers(model, checkpoint.run)
         if state.get("described"):
             description = described_checkpoint(config.model, state, folder, tokenizer.end_of_text)
@@ -337,8 +347,10 @@ def _tokenizer_of(description: Description) -> Tokenizer:
     return tokenizer
 
 
-def _ready(model: GPT | CustomModel, device: Device) -> GPT | CustomModel:
+def _ready(model: "GPT | CustomModel", device: Device) -> "GPT | CustomModel":
     if isinstance(model, GPT) and model.eigenstates:
+        from flatout.resolve.switches import scan_for
+
         model.use(dataclasses.replace(model.execution, scan=scan_for(device)))
     with out_of_memory():
         return model.to(device.torch_device).eval()
@@ -351,92 +363,3 @@ def template_of(model: LoadedModel) -> ChatTemplate | None:
     if model.template is None and folder is not None and others and isinstance(model.tokenizer, ModelTokenizer):
         return load_template("model", folder, model.tokenizer) if read_templates(folder) else None
     return model.template
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation(Shown):
-    loss: float
-    perplexity: float
-    bits_per_byte: float | None
-    tokens: int
-    split: str
-    origin: str
-
-
-def evaluate(
-    model: LoadedModel | str | Path | None = None,
-    *,
-    data: str | Path | None = None,
-    split: str = "val",
-    tokens: int | None = None,
-    batch_size: int = 16,
-) -> Evaluation:
-    """Loss, perplexity and bits per byte of a trained model on its own validation split, or on other shards.
-
-    Of a fine-tuned run `data` may also be the folder of its samples, where its source or its base is not to be found.
-    """
-    from flatout.data.batch import Delivery, tokens_per_byte  # here: a first token need not wait for them
-    from flatout.engine.evaluate import bits_per_byte, perplexity
-    from flatout.engine.evaluate import evaluate as evaluate_model
-
-    loaded = model if isinstance(model, LoadedModel) else load_model(model)
-    if data is None and loaded.config is None:
-        raise UsageError(
-            f"{loaded.origin} does not say what it was trained on",
-            "name prepared shards with --data, or measure the run that it was written from: `flatout eval RUN`",
-        )
-    device = loaded.device.torch_device
-    source = _trained_on(loaded) if data is None else _in_folder(Path(data), loaded)
-    batches = source.evaluation(batch_size, Delivery(device=device), tokens, split)
-    rate = tokens_per_byte(source.split(split), source.tokenizer, apart=source.apart)
-    with out_of_memory():
-        loss, count = evaluate_model(loaded.model, batches, loaded.scope)
-    return Evaluation(
-        loss=loss,
-        perplexity=perplexity(loss),
-        bits_per_byte=bits_per_byte(loss, rate),
-        tokens=count,
-        split=split,
-        origin=str(loaded.origin),
-    )
-
-
-def _trained_on(loaded: LoadedModel) -> "TrainingData":
-    """The data of a run, whatever its kind."""
-    from flatout.resolve.opening import DataSource
-
-    assert loaded.settings is not None, "checked by the caller"
-    data = DataSource(loaded.settings, loaded.device, again=True).open(loaded.settings).data
-    if data.facts.fingerprint != loaded.dataset:
-        raise DataError(
-            f"{data.facts.place} is no longer what {loaded.origin} was trained on",
-            "restore what it was made of, or name prepared shards with --data to measure on those all the same",
-        )
-    return data
-
-
-def _in_folder(folder: Path, loaded: LoadedModel) -> "TrainingData":
-    """Any prepared shards, or the samples that a run made."""
-    from flatout.data.batch import Schedule
-    from flatout.data.sample_data import SampleData
-    from flatout.data.samples import holds_samples, open_samples
-    from flatout.data.shard_data import ShardData
-    from flatout.data.shards import open_dataset
-    from flatout.resolve.opening import samples_folder
-
-    config, context = loaded.config, loaded.model.config.context
-    if config is None or not (config.fine_tunes and holds_samples(folder)):
-        dataset = open_dataset(folder, wanted=loaded.tokenizer, verify="full")
-        apart = config is not None and config.documents_apart
-        return ShardData(dataset, None, Schedule.constant(1, context), apart=apart)
-    samples = open_samples(folder)
-    if samples.fingerprint != loaded.dataset:
-        raise DataError(
-            f"{folder} does not hold the samples that {loaded.origin} was trained on",
-            f"name the folder that the run made, {samples_folder(config)} in the place where it began",
-        )
-    how = {"row_tokens": config.model.context, "packing": config.chat.packing, "seed": config.train.seed}
-    return SampleData(sample_set=samples, tokenizer=loaded.tokenizer, batch_samples=config.chat.batch_samples, **how)

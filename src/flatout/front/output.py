@@ -241,6 +241,13 @@ def study_target(path: Path) -> Path:
     return path
 
 
+def lines_target(path: Path, option: str, *, overwrite: bool = False) -> Path:
+    """The path, if JSON lines can be written there as a new file."""
+    _check_name(path, option, (".jsonl",))
+    check_replaceable(path, lambda _: False, overwrite=overwrite, way=f"name another file with {option}")
+    return path
+
+
 def folder_target(folder: Path, written: str, rows: str) -> None:
     """Tries whether a folder for rows and a picture can be made and written, and leaves nothing behind."""
     if not written:

@@ -8,13 +8,13 @@ from typing import Any
 from flatout.data.chat_template import TemplateRefusal
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.tokenizer import Tokenizer
+from flatout.device import out_of_memory
 from flatout.errors import DataError, UsageError
 from flatout.front.models import LoadedModel, load_model, template_of
 from flatout.generation.engine import Engine, TextRequest, fitting_rows, generate_tokens, no_probabilities
 from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
 from flatout.model.gpt import GPT
-from flatout.resolve.fit_check import out_of_memory
 
 
 def generate(

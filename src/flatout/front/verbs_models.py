@@ -5,6 +5,8 @@ and the exit code is 3.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import gc
 import json
 import re
@@ -16,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import flatout
 from flatout.errors import DataError, UsageError, UserError, many, quoted
+from flatout.files import disk_errors, write_whole
 from flatout.front.configs import load_pretraining, print_notices
+from flatout.front.output import Line, lines_target, picture_target
 from flatout.front.words import one_line, tell
 from flatout.gguf_file import is_gguf
 
@@ -188,20 +192,85 @@ def _check_shards(parsed: argparse.Namespace) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+_OF_TASKS = ("shots", "limit", "task_folder", "log", "plot")
+
+
 def evaluate(parsed: argparse.Namespace) -> int:
-    what = {"data": parsed.data, "split": parsed.split, "tokens": parsed.tokens}
-    model = _model(parsed, weights="fp32")
-    result = flatout.evaluate(model, **what)
-    narrow = None if parsed.weights is None else flatout.evaluate(_model(parsed), **what)
-    if parsed.json:
-        print(json.dumps(vars(result) | ({} if narrow is None else {f"{parsed.weights}_loss": narrow.loss})))
-        return 0
-    bits = "" if result.bits_per_byte is None else f"  bits/byte {result.bits_per_byte:.4f}"
-    print(f"{result.origin} on {result.tokens:,} {result.split} tokens:")
-    print(f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}{bits}")
-    if narrow is not None:
-        print(f"{parsed.weights} weights: loss {narrow.loss:.4f} ({narrow.loss - result.loss:+.4f})")
+    if parsed.tasks is not None:
+        return _score(parsed)
+    given = [f"--{name.replace('_', '-')}" for name in _OF_TASKS if getattr(parsed, name)]
+    if given:
+        raise UsageError(f"{given[0]} is for tasks", f"name some with --tasks, or leave {given[0]} out")
+    what = {"data": parsed.data, "split": parsed.split, "tokens": parsed.tokens, "stride": parsed.stride}
+    for one in _each(parsed).values():
+        result = flatout.evaluate(_model(one, weights="fp32"), **what)
+        narrow = None if parsed.weights in (None, "fp32") else flatout.evaluate(_model(one), **what)
+        if parsed.json:
+            print(json.dumps(vars(result) | ({} if narrow is None else {f"{parsed.weights}_loss": narrow.loss})))
+            continue
+        bits = "" if result.bits_per_byte is None else f"  bits/byte {result.bits_per_byte:.4f}"
+        windows = "" if result.stride is None else f", windows with a stride of {result.stride:,}"
+        print(f"{result.origin} on {result.tokens:,} {result.split} tokens{windows}:")
+        print(f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}{bits}")
+        if narrow is not None:
+            print(f"{parsed.weights} weights: loss {narrow.loss:.4f} ({narrow.loss - result.loss:+.4f})")
     return 0
+
+
+def _score(parsed: argparse.Namespace) -> int:
+    """Scores on tasks: a table, JSON lines, a picture, a log of every question, and records beside those of runs."""
+    if parsed.data or parsed.stride or parsed.tokens:
+        raise UsageError("--data, --stride and --tokens are for text, and --tasks for tasks", "leave one of them out")
+    log = None if parsed.log is None else lines_target(Path(parsed.log), "--log", overwrite=parsed.overwrite)
+    plot = None if parsed.plot is None else picture_target(Path(parsed.plot), "--plot", overwrite=parsed.overwrite)
+    names = [name.strip() for name in parsed.tasks.split(",") if name.strip()]
+    how = {"folder": parsed.task_folder, "shots": parsed.shots or 0, "limit": parsed.limit, "seed": parsed.seed}
+    from flatout.checkpoints.run_folder import run_of
+    from flatout.observe.sinks import add_task_records
+
+    found: list[flatout.ModelScores] = []
+    with contextlib.closing(Line()) as line:
+        for name, one in _each(parsed).items():
+            model = _model(one, weights=parsed.weights or "auto")
+            result = flatout.score(
+                model, names, **how, progress=lambda n, name=name: line.show(f"{name}: {n:,} answers")
+            )
+            found.append(dataclasses.replace(result, name=name))
+            if model.settings is not None:
+                try:
+                    add_task_records(run_of(model.origin), [score.record(result.step) for score in result.scores])
+                except UserError as error:
+                    line.notice(one_line(error.message))
+    if parsed.json:
+        print("".join(f"{json.dumps(result.plain(found[0]))}\n" for result in found), end="")
+    else:
+        from flatout.observe.sheets import print_sheet
+        from flatout.tasks.scores import sheet_of
+
+        print_sheet(sheet_of(found))
+    if log is not None:
+        rows = [{"model": result.name, **row} for result in found for row in result.samples]
+        lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
+        with disk_errors(str(log), safe=""):
+            write_whole(log, "".join(f"{one}\n" for one in lines).encode("utf-8", "replace"))
+    if plot is not None:
+        from flatout.observe.sheets import draw_picture
+        from flatout.tasks.scores import picture_of
+
+        draw_picture(picture_of(found), plot, overwrite=parsed.overwrite)
+    return 0
+
+
+def _each(parsed: argparse.Namespace, text_option: str = "") -> dict[str, argparse.Namespace]:
+    """The words for each model that they name, by its name. Mistakes are refused before anything heavy is imported."""
+    each = [argparse.Namespace(**vars(parsed) | {"run": run}) for run in parsed.runs or [None]]
+    for one in each:
+        _check_model(one, text_option)
+    if len(each) == 1:
+        return {Path(each[0].run or "newest run").resolve().name: each[0]}
+    from flatout.observe.sinks import distinct_names
+
+    return dict(zip(distinct_names([Path(one.run) for one in each]), each, strict=True))
 
 
 def _model(parsed: argparse.Namespace, text_option: str = "", weights: str | None = None) -> "LoadedModel":
@@ -236,7 +305,11 @@ def _check_model(parsed: argparse.Namespace, text_option: str = "") -> str:
 
 def generate(parsed: argparse.Namespace) -> int:
     prompts = None if parsed.prompts is None else _prompts_in(Path(parsed.prompts))
-    model = _model(parsed, "--prompt")
+    models = _each(parsed, "--prompt")
+    if len(models) > 1:
+        return _side_by_side(parsed, models, prompts)
+    (only,) = models.values()
+    model = _model(only, "--prompt")
     from flatout.shown import printable
 
     if prompts is not None:
@@ -262,6 +335,24 @@ def generate(parsed: argparse.Namespace) -> int:
         answer(parsed.prompt)
         return 0
     return _converse("type a prompt, end with Ctrl-D", lambda prompt: answer(prompt or "\n"))
+
+
+def _side_by_side(parsed: argparse.Namespace, each: dict[str, argparse.Namespace], prompts: list[str] | None) -> int:
+    """Texts of several models by the same prompts and seeds, as JSON lines where prompts come from a file."""
+    if parsed.interactive:
+        raise UsageError("--interactive is for one model", "name one, or a file with --prompts")
+    from flatout.shown import printable
+
+    texts: dict[str, list[str]] = {}
+    for name, one in each.items():
+        asked = [parsed.prompt] if prompts is None else prompts
+        texts[name] = list(flatout.generate(_model(one), asked, top_k=parsed.top_k, **_sampling(parsed)))
+        if prompts is None:
+            print(f"--- {name} ---\n{parsed.prompt.lstrip(chr(10))}{printable(texts[name][0])}", flush=True)
+    for number, prompt in enumerate(prompts or ()):
+        row = {"prompt": prompt, "texts": {name: own[number] for name, own in texts.items()}}
+        print(json.dumps(row, ensure_ascii=False))
+    return 0
 
 
 def _prompts_in(path: Path) -> list[str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import flatout
-from flatout import records
 from flatout.errors import HardwareError, UsageError, UserError, many, quoted
 from flatout.front.configs import check_rows_named, load, on_hardware
 from flatout.front.output import handled, output_that_may_go_away
@@ -119,6 +118,7 @@ def _follow_training(
     found = launch()
     from flatout.observe.terminal import JsonReader, PrepareBar, TerminalReader
     from flatout.observe.view import ViewReader
+    from flatout.records import EndRecord, RunInfo
 
     if loaded is None or stored is not None:
         started = found is not None and found.attempt is not None  # by our agent, which has computed the minutes
@@ -140,11 +140,11 @@ def _follow_training(
         try:
             asked = {"stop": stop.requested, "save": stop.save, "progress": preparing}
             for record in flatout.train(loaded, resume=resume, alerts=False, **asked):  # the reader has its own
-                if isinstance(record, records.RunInfo):
+                if isinstance(record, RunInfo):
                     stop.training = True
                     preparing.close()
                     folder, nothing_left = record.folder, record.nothing_left
-                elif isinstance(record, records.EndRecord):
+                elif isinstance(record, EndRecord):
                     steps, checkpoint, interrupted = record.step, record.checkpoint, record.reason == "interrupted"
                 if speaks:
                     reader.show(record)

@@ -17,19 +17,21 @@ only what is new.
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Generator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.device import Device, cpu_threads
 from flatout.errors import CheckpointError
 from flatout.generation.sampling import Rules, Sampling, choose
 from flatout.host import host_memory
-from flatout.model.cache import Cache, LayerCache
+from flatout.model.cache import Cache, LayerCache, swap_rows
 from flatout.model.gpt import GPT
 from flatout.model.operations import product_type
 from flatout.model.protocol import LanguageModel
@@ -38,7 +40,12 @@ _SHARE = {"cuda": 0.6}  # of free memory for the cache
 _MOST_ROWS = {"cuda": 64}
 MOST_LOGPROBS = 20
 MOST_PROMPT_TOKENS = 16_384  # of a pass over several prompts
+_FEW_TOKENS = 4096  # a pass over them takes a GPU no longer than the host needs to launch it
+_WORTH_A_PASS = 1024  # tokens that are known already, of a prompt that could be read with others
+_EVEN = 64  # prompts are filled up to a multiple of this on a GPU
+_PASS_STEPS = 2  # steps that every live row waits for a pass over prompts, at least
 SMALL = 10**7  # parameters; below it, threads wait for each other longer than they compute
+LISTED = 10**8  # parameters times tokens of a prompt; up to it, its calls are kept: they take longer than computing
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -91,24 +98,29 @@ class Engine:
     ) -> None:
         """`room`: positions of a row, at most the context. `vocab`: ids below it are sampled.
 
-        `kernels`: those for decoding, in recorded graphs. `invariant`: every pass has all rows and every prompt is read
-        alone and whole, so that a text is the same to the bit, whatever runs beside it. `scope`: the arithmetic of
-        every pass.
+        `kernels`: those for decoding, in recorded graphs, if they know the model. `invariant`: every pass has all rows
+        and every prompt is read alone and whole, so that a text is the same to the bit, whatever runs beside it.
+        `scope`: the arithmetic of every pass.
         """
         self.invariant = invariant
+        kernels = kernels and not model.config.beyond_kernels
         self.model, self.kernels, self.scope, self.vocab = model, kernels, scope, vocab
         self.device = model.embedding.weight.device
         self.was_training = model.training
-        model.eval()
+        if self.was_training:
+            model.eval()
         with torch.inference_mode(), scope():
             self.cache = model.empty_cache(rows, room)
             self.tokens_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
             self.rules = Rules.room(rows, self.device, (vocab or model.vocab) if penalties else None)
             wide = product_type(model.embedding.weight) == model.embedding.weight.dtype == torch.float32
         self.cache.kernels = kernels
-        whole = all(type(weight) is nn.Parameter for weight in model.parameters())  # neither sharded nor in 4 bits
-        self.cache.arrays = {} if self.device.type == "cpu" and wide and whole else None
-        size = sum(weight.numel() for weight in model.parameters())
+        weights = list(model.parameters())
+        # neither sharded nor in 4 bits, and no head in 8
+        whole = all(type(weight) is nn.Parameter for weight in weights) and model.head.int8 is None
+        known = wide and whole and not model.config.beyond_kernels
+        self.in_numpy = self.device.type == "cpu" and known and not (invariant or kernels)
+        size = sum(weight.numel() for weight in weights)
         self.threads = 1 if self.device.type == "cpu" and size < SMALL else None  # of torch; None: as they are
         self.draws = self.device.type == "cuda" and find_spec("triton") is not None
         self.rows, self.room = rows, self.cache.room
@@ -116,16 +128,23 @@ class Engine:
         self.waiting: collections.deque[TextRequest] = collections.deque()
         self.kept: list[list[int]] = [[] for _ in range(rows)]  # tokens in the cache, of rows that are not live
         self.results: collections.deque[_Result] = collections.deque()
+        self.spare: list[tuple[Tensor, torch.cuda.Event]] = []  # where the tokens of a step go on the host
+        self.missed = 0  # tokens that free rows could have made for prompts that wait
         self.views: dict[int, tuple[Cache, Rules, Tensor]] = {}  # of the first rows
         self.graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
         layers = self.cache.layers
         self.rewinds = all(isinstance(layer, LayerCache) and layer.places == self.room for layer in layers)
+        # Short prompts in NumPy: tokens, the last one's place, the calls and what they make, by length
+        self.listed = min(self.room, LISTED // size) if self.in_numpy and self.rewinds else 0
+        self.desk = model.empty_cache(1, self.room) if self.listed and rows > 1 else self.cache.rows(0, 1, level=True)
+        self.prompts: dict[int, tuple[Tensor, Tensor, list[Callable[[], Any]], Tensor]] = {}
 
     def close(self) -> None:
         """Puts the model's mode back and frees what was made for decoding."""
         self.graphs.clear()
         self.model.copies.keep_only(())
-        self.model.train(self.was_training)
+        if self.was_training:
+            self.model.train()
 
     def add(self, request: TextRequest) -> TextRequest:
         if not request.ids:
@@ -153,17 +172,35 @@ class Engine:
         with self.scope(), threads, np.errstate(all="ignore"):  # weights that are not finite are reported by `_read`
             for row in [row for row in self.live if row.request.ended or row.request.sent >= row.request.count]:
                 self._release(row)
-            while self.waiting and len(self.live) < self.rows:
-                self._admit()
+            if self._admits():
+                while self.waiting and len(self.live) < self.rows:
+                    self._admit()
             for row in [row for row in self.live if row.filled >= self.room]:
                 self._go_on(row)
-            launched = [row for row in self.live if row.request.sent < row.request.count]
+            # On a CPU nothing runs beside the host, and first tokens need not wait for the second ones.
+            later = self.device.type == "cuda"
+            launched = (later or not self.results) and any(row.request.sent < row.request.count for row in self.live)
             if launched:
                 self._launch()
-        while len(self.results) > (1 if launched else 0):
+        while len(self.results) > (launched and later):
             self._read()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _admits(self) -> bool:
+        """Whether prompts are read now. All that get a row are sorted by length, so that few passes suit them.
+
+        A pass stops all live rows. On a GPU it is put off until free rows have missed as many tokens, so that prompts
+        whose rows become free one after the other are read together.
+        """
+        count = min(len(self.waiting), self.rows - len(self.live))
+        self.missed += count
+        if not count or (self.kernels and not self.invariant and self.missed < _PASS_STEPS * len(self.live)):
+            return False
+        self.missed = 0
+        first = sorted((self.waiting.popleft() for _ in range(count)), key=lambda request: len(request.ids))
+        self.waiting.extendleft(reversed(first))
+        return True
 
     def _admit(self) -> None:
         """Reads the next prompts into rows, as many as suit one pass; their first tokens come with them."""
@@ -176,6 +213,9 @@ class Engine:
             found, known = max(
                 ((row, self._shared(self.kept[row], ids)) for row in range(place, self.rows)), key=lambda pair: pair[1]
             )
+            several = bool(texts) or len(self.waiting) > 1 < self.rows - place
+            if self.kernels and self.rewinds and several and known < _WORTH_A_PASS:
+                found, known = place, 0
             if texts and (known or not self._suits(ids, texts)):
                 break
             self.waiting.popleft()
@@ -188,8 +228,9 @@ class Engine:
     def _suits(self, ids: list[int], texts: list[list[int]]) -> bool:
         """Whether a prompt joins a pass: rows are filled up to the longest, and what fills them must stay unseen."""
         lengths = [len(ids), *map(len, texts)]
-        unseen = (self.rewinds or len(set(lengths)) == 1) and not self.invariant
-        return unseen and max(lengths) <= 2 * min(lengths) and len(lengths) * max(lengths) <= MOST_PROMPT_TOKENS
+        unseen = (self.rewinds or len(set(lengths)) == 1) and not self.invariant and not self.listed
+        tokens, even = len(lengths) * max(lengths), max(lengths) <= 2 * min(lengths)
+        return unseen and (tokens <= MOST_PROMPT_TOKENS if even else self.kernels and tokens <= _FEW_TOKENS)
 
     def _shared(self, kept: list[int], ids: list[int]) -> int:
         """How many first tokens of `ids` need not be read again; at least one is, whose logits are needed."""
@@ -200,14 +241,19 @@ class Engine:
     def _begin(self, rows: list[_Row], texts: list[list[int]], shared: int = 0) -> None:
         """Reads texts into live rows side by side; of a single one, the tokens after the `shared` first."""
         first, count, longest = self.live.index(rows[0]), len(rows), max(map(len, texts))
+        if self.kernels and self.rewinds:  # few different lengths: the library keeps what it learns of each
+            longest = min(self.room, shared + -(-(longest - shared) // _EVEN) * _EVEN)
         part = self.cache.rows(first, count, level=True)
-        part.clear()
-        part.start_at(shared, texts[0][shared - 1] if shared else 0)
-        filled = [ids[shared:] + [0] * (longest - len(ids)) for ids in texts]
-        tokens_BT = torch.tensor(filled, device=self.device)
-        ends_B = torch.tensor([len(ids) - shared - 1 for ids in texts], device=self.device)
-        logits_BV = self.model.logits(tokens_BT, part, last=ends_B)[:, -1, : self.vocab]
-        part.end_at(ends_B + shared + 1, tokens_BT.gather(1, ends_B[:, None]))
+        if longest - shared <= self.listed:
+            logits_BV = self._by_list(part, texts[0], shared)
+        else:
+            part.clear()
+            part.start_at(shared, texts[0][shared - 1] if shared else 0)
+            filled = [ids[shared:] + [0] * (longest - len(ids)) for ids in texts]
+            tokens_BT = torch.tensor(filled).to(self.device, non_blocking=True)
+            ends_B = torch.tensor([len(ids) - shared - 1 for ids in texts]).to(self.device, non_blocking=True)
+            logits_BV = self.model.logits(tokens_BT, part, last=ends_B)[:, -1, : self.vocab]
+            part.end_at(ends_B + shared + 1, tokens_BT.gather(1, ends_B[:, None]))
         for place, (row, ids) in enumerate(zip(rows, texts, strict=True), first):
             row.filled = len(ids)
             request = row.request
@@ -215,6 +261,40 @@ class Engine:
         tokens_B = self.tokens_B1[first : first + count, 0]
         choose(logits_BV, self.rules.rows(first, count), tokens_B, kernels=self.draws)
         self._send(rows, tokens_B, logits_BV)
+
+    def _by_list(self, part: Cache, ids: list[int], shared: int) -> Tensor:
+        """Reads a text into a row by a list of calls, on a row of the list's own.
+
+        There are lists for some lengths only. What fills a text up stays unseen.
+        """
+        length = 1 << (len(ids) - shared - 1).bit_length()
+        length = min(length * 3 // 4 if len(ids) - shared <= length * 3 // 4 else length, self.room)
+        shared = min(shared, self.room - length)
+        self.desk.start_at(shared, ids[shared - 1] if shared else 0)
+        caches = (part, self.desk) if self.rows > 1 else ()
+        arrays = ([x.numpy() for layer in cache.layers for x in layer.tensors()] for cache in caches)
+        pairs = list(zip(*arrays, strict=True))
+        for own_BGSD, x_BGSD in pairs:
+            x_BGSD[:, :, :shared] = own_BGSD[:, :, :shared]
+        known = self.prompts.get(length)
+        if known is None:
+            tokens_BT, ends_B = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        else:
+            tokens_BT, ends_B = known[:2]
+        tokens_BT.numpy()[0, : len(ids) - shared] = ids[shared:]
+        ends_B.fill_(len(ids) - shared - 1)
+        if known is None:
+            self.desk.calls = []
+            logits_BV = self.model.logits(tokens_BT, self.desk, last=ends_B)[:, -1, : self.vocab]
+            known = self.prompts[length] = tokens_BT, ends_B, self.desk.calls, logits_BV
+        else:
+            for call in known[2]:
+                call()
+        for own_BGSD, x_BGSD in pairs:
+            own_BGSD[:, :, shared : len(ids)] = x_BGSD[:, :, shared : len(ids)]
+        part.length_B.fill_(len(ids))
+        part.last_B1.fill_(ids[-1])
+        return known[3]
 
     def _go_on(self, row: _Row) -> None:
         """A row that is full: from the second half of its text, or not at all."""
@@ -240,11 +320,8 @@ class Engine:
 
     def _swap(self, one: int, other: int) -> None:
         if one != other:
-            self.cache.swap(one, other)
             self.kept[one], self.kept[other] = self.kept[other], self.kept[one]
-            for x in (self.tokens_B1, self.rules.floats_B4, self.rules.whole_B3, self.rules.seen_BV):
-                if x is not None:
-                    x[[one, other]] = x[[other, one]]
+            swap_rows([*self.cache.tensors(), self.tokens_B1, *self.rules.tensors()], one, other)
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -254,13 +331,16 @@ class Engine:
             rows = self.rows
         elif self.kernels:
             rows = min(self.rows, 1 << (count - 1).bit_length())
-        if self.kernels:
-            if rows not in self.graphs:
-                self.graphs[rows] = self._recorded(rows)
+        if self.kernels and self.device.type == "cuda" and rows not in self.graphs:
+            self.graphs[rows] = self._recorded(rows)
+        if rows in self.graphs:
             replay, logits_BV = self.graphs[rows]
             replay()
         else:
             logits_BV = self._pass(rows)
+            if self.in_numpy:
+                calls, how = self.views[rows][0].calls, self.views[rows][1:]
+                self.graphs[rows] = functools.partial(_again, calls, logits_BV, *how), logits_BV
         for other in range(count, rows):  # a pass moves on in rows that are not live, too
             self.kept[other] = self.kept[other] if self.rewinds else []
         for row in self.live:
@@ -276,13 +356,15 @@ class Engine:
                 self.tokens_B1[:count],
             )
         part, rules, tokens_B1 = self.views[count]
+        part.calls = [] if self.in_numpy else None
         if count == 1 and not self.kernels:  # the host knows the length: attention reads no more than that
             part.level, part.most = True, self.live[0].filled
         elif self.kernels or self.invariant:
             part.length_B.clamp_(max=self.room - 1)  # of rows that are not live
         else:
             part.most = max(row.filled for row in self.live)
-        logits_BV = self.model.logits(tokens_B1.clamp(min=0), part, last=True)[:, -1, : self.vocab]
+        tokens_BT = tokens_B1 if self.in_numpy else tokens_B1.clamp(min=0)
+        logits_BV = self.model.logits(tokens_BT, part, last=True)[:, -1, : self.vocab]
         choose(logits_BV, rules, tokens_B1[:, 0], kernels=self.draws)
         return logits_BV
 
@@ -305,32 +387,37 @@ class Engine:
 
     def _send(self, rows: Sequence[_Row], tokens_B: Tensor, logits_BV: Tensor) -> None:
         """Sends the tokens of these rows to the host, without waiting for them."""
-        requests = [row.request for row in rows]
+        requests, wanted = [row.request for row in rows], False
         for request in requests:
             request.sent += 1
+            wanted = wanted or request.logprobs is not None
         found = [tokens_B]
-        if any(request.logprobs is not None for request in requests):
-            log_BV = torch.log_softmax(logits_BV.float(), dim=-1)
-            likeliest = log_BV.topk(min(MOST_LOGPROBS, log_BV.shape[1]), dim=-1)
+        if wanted:
+            # Whole lines of memory: else torch's order of additions depends on a row's number.
+            vocab = logits_BV.shape[1]
+            log_BV = torch.log_softmax(F.pad(logits_BV.float(), (0, -vocab % 64), value=-torch.inf), dim=-1)
+            likeliest = log_BV.topk(min(MOST_LOGPROBS, vocab), dim=-1)
             found += [log_BV.gather(1, tokens_B.clamp(min=0)[:, None]), *likeliest]
         if self.device.type != "cuda":
-            self.results.append(_Result([x.clone() for x in found], requests, None))
+            self.results.append(_Result(found, requests, None))  # read before the next pass
             return
-        there = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in found]
+        if not self.spare:
+            self.spare.append((torch.empty(self.rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()))
+        place_B, done = self.spare.pop()
+        there = [place_B[: len(rows)], *(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in found[1:])]
         for target, x in zip(there, found, strict=True):
             target.copy_(x, non_blocking=True)
-        done = torch.cuda.Event()
         done.record()
-        self.results.append(_Result(there, requests, done))
+        self.results.append(_Result([place_B, *there[1:]], requests, done))
 
     def _read(self) -> None:
         """Takes the oldest tokens that were sent."""
         result = self.results.popleft()
         if result.done is not None:
             result.done.synchronize()
+            self.spare.append((result.found[0], result.done))
         tokens, *more = [x.tolist() for x in result.found]
-        for place, request in enumerate(result.requests):
-            token = tokens[place]
+        for place, (request, token) in enumerate(zip(result.requests, tokens, strict=False)):
             if request.ended:
                 continue
             if token < 0:
@@ -345,6 +432,13 @@ class Engine:
                 request.ended = "stop"
             elif len(request.made) >= request.count:
                 request.ended = "length"
+
+
+def _again(calls: Sequence[Callable[[], Any]], logits_BV: Tensor, rules: Rules, tokens_B1: Tensor) -> None:
+    """The same pass as before, in NumPy."""
+    for call in calls:
+        call()
+    choose(logits_BV, rules, tokens_B1[:, 0])
 
 
 def fitting_rows(model: GPT, device: Device) -> int:

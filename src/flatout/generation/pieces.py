@@ -5,6 +5,7 @@ from typing import final
 from flatout.data.tokenizer import Tokenizer
 
 _MOST_HELD = 16  # tokens; a character has at most four bytes, so what is not whole by then never will be
+_BROKEN = "\ufffd"  # stands for bytes that are no text, or not yet
 
 
 @final
@@ -21,22 +22,30 @@ class TextPieces:
         self.fresh = 0  # where it ended
         self.before = ""  # its text
 
-    def add(self, token: int) -> str:
-        """The text that is whole with this token; empty where it is not."""
-        self.ids.append(token)
-        now = self.tokenizer.decode(self.ids)
-        whole = len(now) > len(self.before) and not now.endswith("\ufffd")
-        if not whole and len(self.ids) - self.fresh < _MOST_HELD:
-            return ""
-        return self._given(now)
+    def add(self, *tokens: int) -> str:
+        """The text that is whole with these tokens, the same as one after the other; empty where nothing is."""
+        ids, begin = [*self.ids, *tokens], self.fresh
+        now = self.tokenizer.decode(ids)
+        if len(tokens) > 1:
+            begin = len(ids) - 1
+            last = now if _BROKEN in self.before + now else self.tokenizer.decode(ids[:begin])
+            if last == now:
+                half = len(tokens) // 2
+                return self.add(*tokens[:half]) + self.add(*tokens[half:])
+            while last.endswith(_BROKEN) and begin > self.fresh:
+                begin -= 1
+                last = self.tokenizer.decode(ids[:begin])
+        self.ids = ids
+        whole = len(now) > len(self.before) and not now.endswith(_BROKEN)
+        return self._given(now, begin) if whole or len(ids) - self.fresh >= _MOST_HELD else ""
 
     def rest(self) -> str:
         """What has been held back."""
-        return self._given(self.tokenizer.decode(self.ids))
+        return self._given(self.tokenizer.decode(self.ids), self.fresh)
 
-    def _given(self, now: str) -> str:
+    def _given(self, now: str, begin: int) -> str:
+        """`begin` of the last piece."""
         new = now[len(self.before) :]
-        self.ids = self.ids[self.fresh :]
-        self.fresh = len(self.ids)
-        self.before = self.tokenizer.decode(self.ids)
+        self.ids = self.ids[begin:]
+        self.fresh, self.before = len(self.ids), self.tokenizer.decode(self.ids)
         return new

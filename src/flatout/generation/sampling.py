@@ -54,14 +54,18 @@ class Rules:
         part = slice(first, first + count)
         return Rules(self.floats_B4[part], self.whole_B3[part], None if self.seen_BV is None else self.seen_BV[part])
 
+    def tensors(self) -> list[Tensor]:
+        return [self.floats_B4, self.whole_B3, *([] if self.seen_BV is None else [self.seen_BV])]
+
     def assign(self, row: int, sampling: Sampling, number: int, text: Sequence[int]) -> None:
         """The next token of this row is the text's `number`-th."""
         top_p = 1.0 if sampling.top_p is None else sampling.top_p
         floats = [sampling.temperature, top_p, sampling.min_p or 0.0, sampling.repetition_penalty]
-        self.floats_B4[row] = torch.tensor(floats)
+        self.floats_B4[row].copy_(torch.tensor(floats), non_blocking=True)
         # A seed is any whole number; the hash reads its lower 64 bits.
         seed = (sampling.seed + 2**63) % 2**64 - 2**63
-        self.whole_B3[row] = torch.tensor([sampling.top_k or 0, seed, number], dtype=torch.int64)
+        whole = torch.tensor([sampling.top_k or 0, seed, number], dtype=torch.int64)
+        self.whole_B3[row].copy_(whole, non_blocking=True)
         if self.seen_BV is not None:
             self.seen_BV[row] = False
             if sampling.repetition_penalty != 1.0:
@@ -77,51 +81,68 @@ def choose(logits_BV: Tensor, rules: Rules, tokens_B: Tensor, *, kernels: bool =
 
         sample(logits_BV, rules.floats_B4, rules.whole_B3, rules.seen_BV, tokens_B)
         return
-    temperature_B1, top_p_B1, min_p_B1, penalty_B1 = rules.floats_B4.cpu().numpy().T[:, :, None]
-    top_k_B1, seed_B1, number_B1 = rules.whole_B3.cpu().numpy().T[:, :, None]
+    settings, whole = rules.floats_B4.tolist(), rules.whole_B3.tolist()  # lists: quicker for a few rows
+    temperature_B1, top_p_B1, min_p_B1, penalty_B1 = np.array(settings, np.float32).T[:, :, None]
     x_BV = logits_BV.float().cpu().numpy()
+    seen_BV = rules.seen_BV if any(penalty != 1.0 for *_, penalty in settings) else None
     with np.errstate(all="ignore"):
-        if rules.seen_BV is not None:
+        if seen_BV is not None:
             factor_BV = np.where(x_BV > 0, 1.0 / penalty_B1, penalty_B1)
-            x_BV = np.where(rules.seen_BV.cpu().numpy(), x_BV * factor_BV, x_BV)
-        best_B1 = x_BV.max(axis=1, keepdims=True)
-        tokens_B1 = x_BV.argmax(axis=1)[:, None]
-        greedy_B1 = temperature_B1 == 0.0
-        if not greedy_B1.all():
-            # The largest becomes 0, so that no temperature overflows.
-            scaled_BV = (x_BV - best_B1) / np.where(greedy_B1, np.float32(1.0), temperature_B1)
-            score_BV = scaled_BV + noise(seed_B1, number_B1, scaled_BV.shape[1])
-            lowest_B1 = _threshold(scaled_BV, top_k_B1, top_p_B1, min_p_B1)
-            drawn_B1 = np.where(scaled_BV >= lowest_B1, score_BV, -np.inf).argmax(axis=1)[:, None]
-            tokens_B1 = np.where(greedy_B1, tokens_B1, drawn_B1)
-        tokens_B.copy_(torch.from_numpy(np.where(np.isfinite(best_B1), tokens_B1, -1)[:, 0]))
+            x_BV = np.where(seen_BV.cpu().numpy(), x_BV * factor_BV, x_BV)
+        best_B1 = np.maximum.reduce(x_BV, axis=1, keepdims=True)
+        found_B = x_BV.argmax(axis=1)
+        if any(temperature for temperature, *_ in settings):
+            greedy_B1 = temperature_B1 == 0.0
+            score_BV = x_BV - best_B1  # the largest becomes 0, so that no temperature overflows
+            score_BV /= np.where(greedy_B1, np.float32(1.0), temperature_B1)
+            hidden_BV = None
+            if any(top_k for top_k, *_ in whole) or any(top_p < 1.0 or min_p > 0.0 for _, top_p, min_p, _ in settings):
+                top_k_B1 = np.array([[top_k] for top_k, *_ in whole])
+                hidden_BV = score_BV < _threshold(score_BV, top_k_B1, top_p_B1, min_p_B1)
+            score_BV += noise([_key(seed, number) for _, seed, number in whole], score_BV.shape[1])
+            if hidden_BV is not None:
+                score_BV[hidden_BV] = -np.inf
+            found_B = np.where(greedy_B1[:, 0], found_B, score_BV.argmax(axis=1))
+        tokens_B.copy_(torch.from_numpy(np.where(np.isfinite(best_B1[:, 0]), found_B, -1)))
     rules.whole_B3.select(1, 2).add_(1)
-    if rules.seen_BV is not None:
-        rules.seen_BV.scatter_(1, tokens_B.clamp(min=0)[:, None], True)
+    if seen_BV is not None:
+        seen_BV.scatter_(1, tokens_B.clamp(min=0)[:, None], True)
 
 
 def _threshold(scaled_BV: np.ndarray, top_k_B1: np.ndarray, top_p_B1: np.ndarray, min_p_B1: np.ndarray) -> np.ndarray:
     """The lowest value of a candidate in every row; the largest value is 0."""
     lowest_B1 = np.where(min_p_B1 > 0.0, np.log(np.maximum(min_p_B1, 1e-37)), -np.inf)
-    vocab = scaled_BV.shape[1]
+    vocab, row_B1 = scaled_BV.shape[1], np.arange(len(scaled_BV))[:, None]
     top_k_B1 = np.where((top_k_B1 > 0) & (top_k_B1 < vocab), top_k_B1, vocab)
     if (top_k_B1 < vocab).any() or (top_p_B1 < 1.0).any():
         falling_BV = np.sort(scaled_BV, axis=1)[:, ::-1]
-        lowest_B1 = np.maximum(lowest_B1, np.take_along_axis(falling_BV, top_k_B1 - 1, axis=1))
+        lowest_B1 = np.maximum(lowest_B1, falling_BV[row_B1, top_k_B1 - 1])
         mass_BV = np.where(falling_BV >= lowest_B1, np.exp(falling_BV), 0.0).cumsum(axis=1, dtype=np.float64)
         before_B1 = (mass_BV < top_p_B1 * mass_BV[:, -1:]).sum(axis=1, keepdims=True)
-        found_B1 = np.take_along_axis(falling_BV, np.minimum(before_B1, vocab - 1), axis=1)
+        found_B1 = falling_BV[row_B1, np.minimum(before_B1, vocab - 1)]
         lowest_B1 = np.where(top_p_B1 < 1.0, np.maximum(lowest_B1, found_B1), lowest_B1)
     return np.minimum(lowest_B1, 0.0)
 
 
-def noise(seed_B1: np.ndarray, number_B1: np.ndarray, vocab: int) -> np.ndarray:
-    """Gumbel noise [B, V] of the `number`-th token of texts with these seeds."""
-    high_B1 = (seed_B1 >> 32).astype(np.uint32)
-    key_B1 = _mixed(_mixed(_mixed(seed_B1.astype(np.uint32)) ^ high_B1) ^ number_B1.astype(np.uint32))
-    hashed_BV = _mixed(key_B1 ^ _hashed_ids(vocab))
-    uniform_BV = ((hashed_BV >> 8).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24)
-    return -np.log(-np.log(uniform_BV))
+def noise(keys: Sequence[int], vocab: int) -> np.ndarray:
+    """Gumbel noise [B, V] of tokens with these keys."""
+    hashed_BV = _mixed(np.array(keys, np.uint32)[:, None] ^ _hashed_ids(vocab))
+    noise_BV = (hashed_BV >> 8).astype(np.float32)
+    noise_BV += np.float32(0.5)
+    noise_BV *= np.float32(2.0**-24)
+    np.negative(np.log(noise_BV, noise_BV), noise_BV)
+    return np.negative(np.log(noise_BV, noise_BV), noise_BV)
+
+
+def _key(seed: int, number: int) -> int:
+    """The hash of a text's seed and the number of a token in it."""
+    x = 0
+    for part in (seed, seed >> 32, number):
+        x ^= part & 0xFFFFFFFF
+        x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+        x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+        x ^= x >> 16
+    return x
 
 
 @functools.lru_cache(maxsize=1)

@@ -10,6 +10,7 @@ Shape legend: B batch, T positions of this call, S positions of a cache, H query
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,14 +97,22 @@ class LayerCache:
         return k_BGSD, v_BGSD, decoding.masks[kind]
 
     def attend(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding, *, backend: str, window: int | None
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        decoding: Decoding,
+        *,
+        backend: str,
+        window: int | None,
+        cap: float | None = None,
     ) -> Tensor:
         """Attention of the new positions to themselves and to the cache, which is extended."""
         if decoding.fresh:
             self.write(k_BGTD, v_BGTD, decoding)
-            return causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=backend, window=window)
+            return causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=backend, window=window, cap=cap)
         k_BGSD, v_BGSD, mask_BTS = self.extend(k_BGTD, v_BGTD, decoding, window)
-        return masked_attention(q_BHTD, k_BGSD, v_BGSD, mask_BTS)
+        return masked_attention(q_BHTD, k_BGSD, v_BGSD, mask_BTS, cap)
 
 
 class EigenstateCache:
@@ -127,12 +136,12 @@ class Cache:
         self.most = 0  # filled positions of every row, or at least those of the longest; 0 if only the device knows
         self.level = True  # all rows have the same length; set to False to join unequal rows, or to record a pass
         self.kernels = False  # single tokens go through the kernels for decoding, which need rows that are not level
-        # Views of weights for single tokens of one row in NumPy (model/row_operations.py); None: in torch
-        self.arrays: dict[Any, Any] | None = None
+        # Takes the calls of a pass in NumPy (model/row_operations.py); None: a pass in torch
+        self.calls: list[Callable[[], Any]] | None = None
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.last_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # the last token of each row
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [*(x for layer in self.layers for x in layer.tensors()), self.length_B, self.last_B1]
 
     def rows(self, first: int, count: int, *, level: bool) -> "Cache":
@@ -171,14 +180,6 @@ class Cache:
         self.length_B.copy_(length_B)
         self.last_B1.copy_(last_B1)
 
-    @torch.no_grad()
-    def swap(self, one: int, other: int) -> None:
-        """Exchanges two rows."""
-        for x in self._tensors():
-            kept = x[one].clone()
-            x[one] = x[other]
-            x[other] = kept
-
     def begin(self, length: int) -> Decoding:
         """For a pass over the next `length` positions."""
         steps_T = torch.arange(length, device=self.length_B.device)
@@ -192,3 +193,13 @@ class Cache:
         self.most += length if self.level or self.most else 0
         self.length_B += length
         self.last_B1.copy_(tokens_BT[:, -1:])
+
+
+@torch.no_grad()
+def swap_rows(tensors: list[Tensor], one: int, other: int) -> None:
+    """Exchanges two rows of each tensor, with three calls for all of a type."""
+    for dtype in {x.dtype for x in tensors}:
+        first, second = ([x[row] for x in tensors if x.dtype is dtype] for row in (one, other))
+        kept = [torch.empty_like(x) for x in first]
+        for targets, sources in ((kept, first), (first, second), (second, kept)):
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

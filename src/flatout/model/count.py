@@ -71,7 +71,9 @@ def outline(config: ModelConfig, vocab: int = 1, scan: str = "sum") -> tuple[GPT
     last = config.layers - tables
     middle = Counter(config.kinds[tables:last])
     kinds = config.kinds[:tables] + "".join(middle) + config.kinds[last:]
-    shorter = config.model_copy(update={"layers": len(kinds), "pattern": kinds, "dropout": 0.0})
+    # Attention keeps the same with a cap; its scores, which are products too, are counted in `_step_bytes`.
+    other = {"layers": len(kinds), "pattern": kinds, "dropout": 0.0, "attention_cap": None}
+    shorter = config.model_copy(update=other)
     with torch.device("meta"):
         return GPT(shorter, vocab, Execution(scan=scan)), (1,) * tables + (*middle.values(),) + (1,) * tables
 
@@ -205,6 +207,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 GATHERED = 32 * 10**6  # weights per all-gather, which takes the host about a millisecond
+SCORE_BYTES = 20  # of a score of attention that has a cap: five values in fp32 at the peak of its backward pass
 GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequences
 
 
@@ -394,7 +397,7 @@ def estimate_memory(
         trained = adapter_count(config, frozen.rank)
         weights = form.cell * parameters + (4 + form.cell) * trained
         weights -= round((form.cell - QUANTIZED_BYTES) * linear_count(config)) if frozen.quantized else 0
-    activations, working = _step_bytes(config, vocab, tokens, labels, form, frozen)
+    activations, working = _step_bytes(config, vocab, tokens, labels, form, frozen, row_tokens or config.context)
     if row_tokens is not None:
         activations += _mask_bytes(config, tokens, row_tokens, form)
     alone = frozen is None and not accumulated and not graphs
@@ -450,14 +453,15 @@ def _graph_bytes(vocab: int, tokens: int, form: Form) -> int:
 
 
 def _step_bytes(
-    config: ModelConfig, vocab: int, tokens: int, labels: int, form: Form, frozen: FrozenModel | None
+    config: ModelConfig, vocab: int, tokens: int, labels: int, form: Form, frozen: FrozenModel | None, row: int
 ) -> tuple[int, int]:
-    """Of a step over `tokens`, of which `labels` reach the head."""
+    """Of a step over `tokens` in rows of `row`, of which `labels` reach the head."""
     *parts, outside = _parts(config, form)
     blocks = [(part.times, *_kept_and_again(config, part, tokens, form, frozen)) for part in parts]
     kept, again = sum(times * kept for times, kept, _ in blocks), max(again for *_, again in blocks)
     kept += _kept_and_again(config, outside, tokens, form)[0]
-    backward = again + tokens * _backward_bytes(config, form)
+    scores = SCORE_BYTES * config.heads * row if config.attention_cap is not None else 0
+    backward = again + tokens * max(_backward_bytes(config, form), scores)
     loss, head_gradient = _loss_bytes(config, vocab, labels, form, frozen)
     return kept, max(loss, backward + head_gradient)
 
@@ -490,7 +494,7 @@ def _kept_and_again(
     if frozen is not None:  # products with A
         block += cell * len(projections(config)) * frozen.rank
         if form.triton:
-            kept, again = _frozen_kernels(config, block, form, frozen)
+            kept, again = _frozen_kernels(config, part.kind, block, form, frozen)
             return round(tokens * kept), round(tokens * again)
         block += 2 * width + config.queries + hidden if frozen.dropout else 0  # masks
         block += cell * (config.queries + 2 * config.keys + 2 * width + up) if frozen.dora else 0  # unscaled
@@ -505,12 +509,14 @@ def _kept_and_again(
     return round(tokens * kept) + fixed - aside, round(tokens * again) + aside
 
 
-def _frozen_kernels(config: ModelConfig, block: float, form: Form, frozen: FrozenModel) -> tuple[float, float]:
+def _frozen_kernels(
+    config: ModelConfig, kind: str, block: float, form: Form, frozen: FrozenModel
+) -> tuple[float, float]:
     """The same per token for ops/kernels/frozen.py: activations are recomputed, and heads without a norm are rotated in
     place."""
     cell, width = form.cell, config.width
     block -= cell * mlp_widths(config)[1]
-    if config.positions == "rope" and not config.qk_norm:
+    if config.positions == "rope" and not config.qk_norm and kind != "N":
         block -= cell * (config.queries + config.keys)
     less = block - 2 * cell * width  # without the outputs of norms
     if form.execution.checkpointing == "full":

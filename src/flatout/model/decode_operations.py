@@ -85,7 +85,7 @@ class DecodeOperations(Operations):
 
     def attention(self, mixer: Any, made: Any, shared: Shared, own: Own) -> Any:
         assert shared.decoding is not None
-        cache, norms = own.cache, mixer.norms
+        cache, norms, turn = own.cache, mixer.norms, mixer.turn_in(shared)
         rows = len(made.qkv_RC)
         return attend(
             made.qkv_RC,
@@ -95,7 +95,7 @@ class DecodeOperations(Operations):
             cache.done_BG,
             heads=mixer.heads,
             window=mixer.window_in(shared),
-            turn=None if shared.turn is None else (shared.turn[0].view(rows, -1), shared.turn[1].view(rows, -1)),
+            turn=None if turn is None else (_of_each(turn[0], rows), _of_each(turn[1], rows)),
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].scale),
             values=None if not made.values else own.values.flatten(0, 1),
             gates_RC=made.gates_RC,
@@ -125,16 +125,25 @@ class DecodeOperations(Operations):
     def hand_on(self, stream: Stream) -> Stream:
         return stream
 
-    def logits(self, stream: Stream, norm: Norm, head: Any, table_VW: Tensor | None) -> Tensor:
+    def logits(
+        self, stream: Stream, norm: Norm, head: Any, table_VW: Tensor | None, last: bool | Tensor = False
+    ) -> Tensor:
         weight_VW: Any = table_VW if head.weight is None else head.weight
-        # matrix units need whole lines of memory
-        padded = Weights(self.copies.copy_of(weight_VW, self.dtype, multiple=64).values_MK)
+        if head.int8 is not None:
+            weights = Weights(head.int8.weight, head.int8.scale_N)
+        else:  # matrix units need whole lines of memory
+            weights = Weights(self.copies.copy_of(weight_VW, self.dtype, multiple=64).values_MK)
         normed = self.add_norm(stream, norm)[1]
-        return product(normed, padded, None, dtype=self.dtype, cap=head.cap)[:, None, : len(weight_VW)]
+        return product(normed, weights, None, dtype=self.dtype, cap=head.cap)[:, None, : len(weight_VW)]
 
     def _times(self, source: Any, weights: Weights, bias: Tensor | None, **how: Any) -> Tensor:
         source = source.flatten(0, 1) if isinstance(source, Tensor) and source.dim() == 3 else source
         return product(source, weights, bias, dtype=self.dtype, **how)
+
+
+def _of_each(x: Tensor, rows: int) -> Tensor:
+    """Cosines or sines of every row, which level rows share."""
+    return x.flatten(0, -2).expand(rows, -1)
 
 
 def _whole(source: Tensor | Normed) -> Tensor:

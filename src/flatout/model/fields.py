@@ -1,8 +1,5 @@
 """Every field of the model section with its place in Hugging Face's formats, or the reason why it has none.
 
-`HubValues` reads keys of a config.json and checks their types. A missing key has transformers' default for the model
-type.
-
 Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names missing ones. Declared
 formats are tested against transformers. How to add a feature: docs/extending.md.
 Trap: transformers 5 writes `rope_parameters` where 4 wrote `rope_theta` and `rope_scaling`. Both are read; where
@@ -11,9 +8,8 @@ both are there, `rope_scaling` wins, as in transformers.
 
 import dataclasses
 import functools
-import sys
+import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,88 +17,8 @@ from torch import Tensor
 
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
-from flatout.errors import CheckpointError
+from flatout.model.families import AGAIN, DEFAULTS, GEMMAS, HubValues
 from flatout.model.layers import mlp_width_of, mlp_widths
-
-_LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
-_QWEN2 = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA,
-    "mistral": {**_LLAMA, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    "qwen2": _QWEN2,
-    "qwen3": {**_QWEN2, "head_dim": 128},
-    "gpt2": {"n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256},
-}
-SUPPORTED = tuple(DEFAULTS)
-ANOTHER = f"use a model of type {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
-AGAIN = "fetch the folder again"
-_MOST = 2**40  # of any number: with larger ones torch cannot compute the memory it would need
-# The bounds of our own fields (config/model_section.py) by the names of both formats. Checked when a key is read,
-# because lists are made from these numbers before our fields are checked.
-_MOST_OF = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1000),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 1024),
-    **dict.fromkeys(("hidden_size", "n_embd"), 2**16),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "vocab_size"), 2**24),
-    "head_dim": 2**12,
-    "intermediate_size": 2**20,
-}
-
-
-class HubValues:
-    """Values of a config.json of the model type `kind`, or a part of them. Without a kind there are no defaults."""
-
-    def __init__(self, values: dict[str, Any], path: Path, kind: str | None = None) -> None:
-        self.values, self.path, self.kind = values, path, kind
-        self.defaults = {} if kind is None else DEFAULTS[kind]
-
-    def refuse(self, what: str, hint: str = ANOTHER) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}", hint)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.values.get(key, self.defaults.get(key, default))
-
-    def whole(self, key: str, default: Any = None, *, least: int = 1) -> int:
-        """A whole number; required if it has no default."""
-        value = self.get(key, default)
-        if value is None and key not in self.values:
-            raise self.refuse(f"{key} is missing", AGAIN)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.refuse(f"{key} is {shorten(value)}, not a whole number of at least {least}", AGAIN)
-        if value > (most := _MOST_OF.get(key, _MOST)):
-            raise self.refuse(f"{key} is {shorten(value)}, and Flatout takes at most {most:,}", AGAIN)
-        return value
-
-    def whole_or_none(self, key: str) -> int | None:
-        return None if self.get(key) is None else self.whole(key)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        value = default if value is None else value
-        # Compared before the conversion: Python's integers may exceed the range of floats.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            missing = value is None and key not in self.values
-            raise self.refuse(f"{key} is {'missing' if missing else shorten(value)}, not a number above 0", AGAIN)
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.get(key)
-        value = False if value is None else value
-        if not isinstance(value, bool):
-            raise self.refuse(f"{key} is {shorten(value)}, not true or false", AGAIN)
-        return value
-
-    def check_gpt2(self, **fixed: tuple[Any, ...]) -> dict[str, Any]:
-        """Refuses a GPT-2 with other values; a missing key counts as the first of its values. Returns no fields."""
-        for key, allowed in fixed.items():
-            found = self.get(key, allowed[0])
-            if found not in allowed:
-                raise self.refuse(
-                    f"{key} is {shorten(found)}, GPT-2 has {shorten(allowed[0])}",
-                    "only plain GPT-2 weights can be loaded",
-                )
-        return {}
-
 
 # --- the form of a declaration ----------------------------------------------------------------------------------------
 
@@ -127,20 +43,19 @@ class Format:
     """How a Hugging Face format states a feature.
 
     `keys` maps keys of config.json that hold a whole number to our fields. `read` turns other keys into fields and
-    refuses what our model lacks; `write` is the inverse, for a model type. `only` holds fields that have the same value
-    in all models of the format. `modules` maps names of their linear layers, norms and tables, without the prefix
-    `model.` or `transformer.`, to ours; `*` stands for the number of a block.
+    refuses what our model lacks; `write` is the inverse, for a model type. `modules` maps names of their linear
+    layers, norms and tables, without the prefix `model.` or `transformer.`, to ours; `*` stands for the number of a
+    block.
     """
 
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     read: Callable[[HubValues], Mapping[str, Any]] = lambda values: {}
     write: Callable[[ModelConfig, str], Mapping[str, Any]] = lambda model, kind: {}
-    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     modules: Callable[[ModelConfig], Mapping[str, Piece]] = lambda model: {}
 
     def fields(self, read: HubValues) -> dict[str, Any]:
         """Our fields from a config.json."""
-        return {**self.only, **{field: read.whole(key) for key, field in self.keys.items()}, **self.read(read)}
+        return {**{field: read.whole(key) for key, field in self.keys.items()}, **self.read(read)}
 
     def values(self, model: ModelConfig, kind: str) -> dict[str, Any]:
         """Keys of config.json for a model of the type `kind`."""
@@ -162,7 +77,7 @@ class ModelFeature:
     """A feature of the architecture.
 
     `fields`: its fields in `ModelConfig`; each field belongs to one feature.
-    `gpt2` and `llama` (also for mistral, qwen2 and qwen3): its formats. If neither has the feature, `no_export` gives
+    `gpt2` and `llama` (for all other types): its formats. If neither has the feature, `no_export` gives
     the reason, and `without` the values of a model that does not use it: any other value is refused by name.
     `fold`: for a feature that no format has but that can be folded into the weights of an exported model.
     `described=False`: its fields may differ from the folder that a model comes from.
@@ -191,12 +106,10 @@ def ours_alone(field: str, without: Any, why: str) -> ModelFeature:
 STREAM = ModelFeature(
     fields=("family", "layers", "width"),
     gpt2=Format(
-        only={"family": "gpt2"},
         keys={"n_embd": "width", "n_layer": "layers"},
         modules=lambda model: {"wte": Piece("embedding")},
     ),
     llama=Format(
-        only={"family": "gpt"},
         keys={"num_hidden_layers": "layers", "hidden_size": "width"},
         modules=lambda model: {"embed_tokens": Piece("embedding")},
     ),
@@ -206,17 +119,34 @@ CONTEXT = ModelFeature(
     fields=("context",),
     described=False,  # a model may be used with a shorter context
     gpt2=Format(keys={"n_positions": "context"}, write=lambda model, kind: {"n_ctx": model.context}),
-    llama=Format(keys={"max_position_embeddings": "context"}),
+    llama=Format(
+        read=lambda read: {"context": min(read.whole("max_position_embeddings"), _original_context(read) or 2**24)},
+        write=lambda model, kind: (
+            {"max_position_embeddings": model.context}
+            | ({"original_max_position_embeddings": model.context} if kind == "phi3" else {})
+        ),
+    ),
 )
 
 
+def _llama_norms(model: ModelConfig) -> dict[str, Piece]:
+    before, after = {"input_layernorm": "attention_norm"}, {"post_attention_layernorm": "attention_out_norm"}
+    after["post_feedforward_layernorm"] = "mlp_out_norm"
+    before["post_attention_layernorm" if model.norm_place == "before" else "pre_feedforward_layernorm"] = "mlp_norm"
+    named = {"before": before, "after": after, "both": before | after}[model.norm_place]
+    return {
+        **{f"layers.*.{theirs}": Piece(f"blocks.*.{ours}") for theirs, ours in named.items()},
+        "norm": Piece("norm"),
+    }
+
+
 def _norms_of_ones(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    names = ["norm", *(f"blocks.{layer}.{at}_norm" for layer in range(model.layers) for at in ("attention", "mlp"))]
-    return dict.fromkeys([f"{name}.weight" for name in names], weights["embedding.weight"].new_ones(model.width))
+    ones, places = weights["embedding.weight"].new_ones(model.width), range(model.layers)
+    return {f"{at.name.replace('*', str(n))}.weight": ones for at in _llama_norms(model).values() for n in places}
 
 
 NORM = ModelFeature(
-    fields=("norm", "norm_eps"),
+    fields=("norm", "norm_place", "norm_eps"),
     gpt2=Format(
         read=lambda read: read.check_gpt2(layer_norm_epsilon=(1e-5,)),
         write=lambda model, kind: {"layer_norm_epsilon": model.norm_eps},
@@ -227,14 +157,9 @@ NORM = ModelFeature(
         },
     ),
     llama=Format(
-        only={"norm": "rmsnorm"},
         read=lambda read: {"norm_eps": read.number("rms_norm_eps", 1e-6)},
         write=lambda model, kind: {"rms_norm_eps": model.norm_eps},
-        modules=lambda model: {
-            "layers.*.input_layernorm": Piece("blocks.*.attention_norm"),
-            "layers.*.post_attention_layernorm": Piece("blocks.*.mlp_norm"),
-            "norm": Piece("norm"),
-        },
+        modules=_llama_norms,
     ),
     fold=Fold(
         when=lambda model: not model.norm_weights,
@@ -263,7 +188,44 @@ EMBEDDING_NORM = ModelFeature(
     ),
 )
 
-LOGIT_CAP = ours_alone("logit_cap", None, "the formats written here have no cap on the logits")
+EMBEDDING_SCALE = ModelFeature(
+    fields=("embedding_scale",),
+    llama=Format(
+        read=lambda read: {"embedding_scale": read.whole("hidden_size") ** 0.5} if read.kind in GEMMAS else {}
+    ),
+)
+
+
+def _read_caps(read: HubValues) -> dict[str, Any]:
+    if read.kind not in GEMMAS:
+        return {}
+    if read.flag("use_bidirectional_attention"):
+        raise read.refuse("use_bidirectional_attention is true, only attention to tokens before is supported")
+    size, divisor = read.whole("head_dim"), read.whole("query_pre_attn_scalar")
+    cap = read.number_or_none("attn_logit_softcapping")
+    if cap is not None and read.kind == "gemma3_text":  # transformers leaves it out, and config.json says otherwise
+        raise read.refuse(f"attn_logit_softcapping is {cap}, Gemma 3 has none")
+    return {"attention_cap": cap, "score_divisor": None if divisor == size else divisor}
+
+
+def _write_caps(model: ModelConfig, kind: str) -> dict[str, Any]:
+    if kind not in GEMMAS:
+        return {}
+    divisor = model.score_divisor or model.size
+    return {"attn_logit_softcapping": model.attention_cap, "query_pre_attn_scalar": divisor}
+
+
+SCORES = ModelFeature(
+    fields=("attention_cap", "score_divisor"),
+    llama=Format(read=_read_caps, write=_write_caps),
+)
+LOGIT_CAP = ModelFeature(
+    fields=("logit_cap",),
+    llama=Format(
+        read=lambda read: {"logit_cap": read.number_or_none("final_logit_softcapping")} if read.kind in GEMMAS else {},
+        write=lambda model, kind: {"final_logit_softcapping": model.logit_cap} if kind in GEMMAS else {},
+    ),
+)
 RESIDUAL_SCALE = ours_alone(
     "residual_scale", None, "no model of transformers has learned scales on its residual branches"
 )
@@ -295,6 +257,11 @@ def _read_heads(read: HubValues) -> dict[str, Any]:
 
 def _llama_projections(model: ModelConfig) -> dict[str, Piece]:
     queries, keys = model.queries, model.keys
+    if model.fused_projections:
+        return {
+            "layers.*.self_attn.qkv_proj": Piece("blocks.*.attention.qkv"),
+            "layers.*.self_attn.o_proj": Piece("blocks.*.attention.out"),
+        }
     return {
         "layers.*.self_attn.q_proj": Piece("blocks.*.attention.qkv", 0, queries),
         "layers.*.self_attn.k_proj": Piece("blocks.*.attention.qkv", queries, queries + keys),
@@ -304,7 +271,7 @@ def _llama_projections(model: ModelConfig) -> dict[str, Piece]:
 
 
 ATTENTION = ModelFeature(
-    fields=("heads", "kv_heads", "head_size"),
+    fields=("heads", "kv_heads", "head_size", "fused_projections"),
     gpt2=Format(
         keys={"n_head": "heads"},
         read=lambda read: read.check_gpt2(
@@ -327,50 +294,91 @@ ATTENTION = ModelFeature(
 def _scaled_norms(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Both scales go into the norm of queries, so that the keys' weights need no rounding."""
     found: dict[str, Tensor] = {}
+    queries, keys = (model.queries, model.keys) if model.qk_norm_whole else (model.size, model.size)
     for layer in range(model.layers):
-        for name, scale in (("q", model.qk_scale**2), ("k", 1.0)):
+        for name, scale, size in (("q", model.qk_scale**2, queries), ("k", 1.0, keys)):
             full = f"blocks.{layer}.attention.{name}_norm.weight"
-            weight = weights[full] if model.norm_weights else weights["embedding.weight"].new_ones(model.size)
+            weight = weights[full] if model.norm_weights else weights["embedding.weight"].new_ones(size)
             found[full] = weight.float() * scale
     return found
 
 
 QK_NORM = ModelFeature(
-    fields=("qk_norm",),
+    fields=("qk_norm", "qk_norm_whole"),
     llama=Format(
-        read=lambda read: {"qk_norm": read.kind == "qwen3"},  # there is no key for it
         modules=lambda model: {
             f"layers.*.self_attn.{x}_norm": Piece(f"blocks.*.attention.{x}_norm") for x in "qk" if model.qk_norm
         },
     ),
     fold=Fold(
-        when=lambda model: bool(model.qk_norm) and (not model.norm_weights or model.qk_scale != 1.0),
+        when=lambda model: (
+            bool(model.qk_norm) and (not model.norm_weights or (model.qk_scale != 1.0 and model.norm == "rmsnorm"))
+        ),
         fields={"qk_norm": True},
         weights=_scaled_norms,
     ),
 )
 
 
-def _read_rope(read: HubValues) -> dict[str, Any]:
-    """The rotary fields, from either spelling."""
+def _rope_of(read: HubValues, kind: str = "full_attention") -> HubValues:
+    """The rotary settings, from either spelling; those of one `kind` of layers where these differ."""
     rope = read.get("rope_scaling") or read.get("rope_parameters") or {}
+    if read.kind == "gemma3_text":
+        both = read.get("rope_parameters") or {}
+        rope = (both.get(kind) if isinstance(both, dict) else both) or {}
+        if kind == "full_attention" and isinstance(rope, dict):
+            rope = rope | (read.get("rope_scaling") or {})
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise read.refuse(f"rotary settings {shorten(rope)} are not supported: one set for all layers is")
-    inside = HubValues(rope, read.path)
-    partial = rope.get("partial_rotary_factor", read.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1.0):
-        raise read.refuse(f"partial_rotary_factor is {shorten(partial)}, only whole heads can be turned")
-    base = (inside if "rope_theta" in rope else read).number("rope_theta", 10000.0)
-    fields: dict[str, Any] = {"rope_base": base}
+    return HubValues(rope, read.path)
+
+
+def _scaling_of(read: HubValues) -> str | None:
+    rope, phi = _rope_of(read), read.kind == "phi3"
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return fields
-    if kind not in ("linear", "llama3"):
+        return None
+    kind = "longrope" if phi and kind in ("su", "yarn") else kind  # former names
+    if kind not in (("longrope",) if phi else ("linear", "llama3")):
         raise read.refuse(
             f"rotary scaling of type {shorten(kind)} is not supported",
-            "use a model with none, or with linear or llama3 scaling",
+            "use a model with none, or with linear or llama3 scaling (of type phi3: with longrope)",
         )
-    fields |= {"rope_scaling": kind, "rope_factor": inside.number("factor")}
+    return kind
+
+
+def _original_context(read: HubValues) -> int | None:
+    """The context within which longrope has its short factors. Beyond it every rotary frequency is another."""
+    return read.whole("original_max_position_embeddings") if _scaling_of(read) == "longrope" else None
+
+
+def _read_longrope(read: HubValues, inside: HubValues) -> dict[str, Any]:
+    original, factors = _original_context(read) or 1, inside.get("short_factor")
+    if not isinstance(factors, list) or not all(type(factor) in (int, float) for factor in factors):
+        raise read.refuse(f"short_factor is {shorten(factors)}, not a list of numbers", AGAIN)
+    grown = inside.number("factor", read.whole("max_position_embeddings") / original)
+    usual = 1.0 if grown <= 1.0 else math.sqrt(1 + math.log(grown) / math.log(original))
+    return {"rope_factors": factors, "rope_gain": inside.number("attention_factor", usual)}
+
+
+def _read_rope(read: HubValues) -> dict[str, Any]:
+    inside, kind = _rope_of(read), _scaling_of(read)
+    place = inside if "partial_rotary_factor" in inside.values else read
+    share = place.number("partial_rotary_factor", 1.0)
+    if share != 1.0 and read.kind != "phi3":
+        raise read.refuse(f"partial_rotary_factor is {share}, only whole heads can be turned")
+    base = (inside if "rope_theta" in inside.values else read).number("rope_theta", 10000.0)
+    fields: dict[str, Any] = {"rope_base": base, "rope_scaling": kind, "rope_share": share}
+    if read.kind == "gemma3_text":
+        local = _rope_of(read, _TYPES["W"])
+        if local.get("rope_type", "default") != "default":
+            raise read.refuse(f"rotary scaling of type {shorten(local.get('rope_type'))} in windows is not supported")
+        named = "rope_theta" in local.values
+        fields["rope_local_base"] = local.number("rope_theta") if named else read.number("rope_local_base_freq")
+    if kind == "longrope":
+        return fields | _read_longrope(read, inside)
+    if kind is not None:
+        fields["rope_factor"] = inside.number("factor")
     if kind == "llama3":
         original = "original_max_position_embeddings"
         fields |= {
@@ -382,53 +390,90 @@ def _read_rope(read: HubValues) -> dict[str, Any]:
 
 
 def _write_rope(model: ModelConfig, kind: str) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    scaling: dict[str, Any] = {"rope_type": model.rope_scaling}
+    if model.rope_scaling == "longrope":
+        scaling |= dict.fromkeys(("short_factor", "long_factor"), model.rope_factors)
+        scaling["attention_factor"] = model.rope_gain
+    else:
+        scaling["factor"] = model.rope_factor
     if model.rope_scaling == "llama3":
         scaling |= {
             "low_freq_factor": model.rope_low,
             "high_freq_factor": model.rope_high,
             "original_max_position_embeddings": model.rope_original_context,
         }
-    return {"rope_theta": model.rope_base, "rope_scaling": None if model.rope_scaling is None else scaling}
+    own: dict[str, dict[str, Any]] = {"phi3": {"partial_rotary_factor": model.rope_share}}
+    own["gemma3_text"] = {"rope_local_base_freq": model.rope_local_base}
+    written = {"rope_theta": model.rope_base, "rope_scaling": None if model.rope_scaling is None else scaling}
+    return written | own.get(kind, {})
 
 
 POSITIONS = ModelFeature(
     fields=(
         "positions",
-        *(f"rope_{name}" for name in ("base", "scaling", "factor", "low", "high", "original_context")),
+        *("rope_base", "rope_local_base", "rope_share", "rope_scaling", "rope_factor", "rope_low", "rope_high"),
+        *("rope_original_context", "rope_factors", "rope_gain"),
     ),
     gpt2=Format(modules=lambda model: {"wpe": Piece("positions")}),
-    llama=Format(only={"positions": "rope"}, read=_read_rope, write=_write_rope),
+    llama=Format(read=_read_rope, write=_write_rope),
 )
 
 
-def read_windows(read: HubValues, layers: int, context: int) -> dict[str, Any]:
-    """The fields of a sliding window; none if it is at least as long as the context."""
-    if read.kind not in ("mistral", "qwen2", "qwen3"):
+def read_pattern(read: HubValues, layers: int, context: int) -> dict[str, Any]:
+    """The fields of windows that are shorter than the context, and of layers without positions."""
+    if read.kind == "smollm3":
+        if read.flag("use_sliding_window") and read.get("sliding_window") is not None:
+            raise read.refuse("use_sliding_window is true, and windows are not supported beside no_rope_layers")
+        every, turned = read.whole("no_rope_layer_interval"), read.get("no_rope_layers")
+        turned = [int((layer + 1) % every != 0) for layer in range(layers)] if turned is None else turned
+        if not isinstance(turned, list) or len(turned) < layers or not set(map(str, turned)) <= {"0", "1"}:
+            raise read.refuse(f"no_rope_layers is {shorten(turned)}, not a 0 or 1 for each of {layers:,} layers", AGAIN)
+        return {"pattern": _shortest("".join("NA"[int(one)] for one in turned[:layers]))}
+    if read.kind not in ("mistral", "phi3", "qwen2", "qwen3", *GEMMAS):
         return {}
     types: Any = ["sliding_attention"] * layers
-    if read.kind != "mistral":
+    if read.kind in GEMMAS:
+        every, types = 2 if read.kind == "gemma2" else read.whole("sliding_window_pattern"), read.get("layer_types")
+        types = [_TYPES["W" if (layer + 1) % every else "A"] for layer in range(layers)] if types is None else types
+    elif read.kind in ("qwen2", "qwen3"):
         full = min(layers, read.whole("max_window_layers", least=0))
-        types = read.get("layer_types") or ["full_attention"] * full + types[full:]
-        if not isinstance(types, list) or not set(map(str, types)) <= {"full_attention", "sliding_attention"}:
-            raise read.refuse(f"layer_types is {shorten(types)}, only full and sliding attention are supported")
-        if not read.flag("use_sliding_window"):
-            return {}
-    window = read.whole_or_none("sliding_window") if "sliding_attention" in types else None
-    if window is None or window >= context:
+        types = read.get("layer_types") or [_TYPES["A"]] * full + types[full:]
+    if not isinstance(types, list) or not set(map(str, types)) <= set(_TYPES.values()):
+        raise read.refuse(f"layer_types is {shorten(types)}, only full and sliding attention are supported")
+    if read.kind in ("qwen2", "qwen3") and not read.flag("use_sliding_window"):
+        return {}
+    window = read.whole_or_none("sliding_window") if _TYPES["W"] in types else None
+    if window is None or (window >= context and read.kind != "gemma3_text"):  # whose windows turn otherwise
         return {}
     if len(types) != layers:
         raise read.refuse(f"layer_types names {len(types):,} layers, and there are {layers:,}")
-    kinds = "".join("W" if kind == "sliding_attention" else "A" for kind in types)
-    return {"pattern": kinds if len(set(kinds)) > 1 else kinds[0], "window": window}
+    return {"pattern": _shortest("".join("W" if kind == _TYPES["W"] else "A" for kind in types)), "window": window}
+
+
+_TYPES = {"A": "full_attention", "W": "sliding_attention"}
+
+
+def _shortest(kinds: str) -> str:
+    """The shortest pattern that gives these blocks."""
+    lengths = range(1, len(kinds) + 1)
+    return next(kinds[:length] for length in lengths if (kinds[:length] * len(kinds)).startswith(kinds))
+
+
+def _write_pattern(model: ModelConfig, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if kind in ("qwen2", "qwen3", "smollm3"):
+        found = {"use_sliding_window": False, "sliding_window": None}
+    elif kind == "phi3":
+        found = {"sliding_window": model.window if "W" in model.kinds else None}
+    elif kind in GEMMAS:
+        found = {"sliding_window": model.window, "layer_types": [_TYPES[one] for one in model.kinds]}
+    return found | ({"no_rope_layers": [int(one != "N") for one in model.kinds]} if kind == "smollm3" else {})
 
 
 PATTERN = ModelFeature(
     fields=("pattern", "window"),
     described=False,  # compared by the reach of attention, which a shorter context may make equal
-    llama=Format(  # `read_windows` reads windows once the context is known
-        write=lambda model, kind: {} if kind == "llama" else {"use_sliding_window": False, "sliding_window": None}
-    ),
+    llama=Format(write=_write_pattern),  # `read_pattern` reads it once the context is known
     no_export="only models whose blocks all have full attention can be exported; `flatout generate` runs this one",
 )
 
@@ -441,15 +486,26 @@ EIGENSTATES = ModelFeature(
 
 
 def _read_mlp(read: HubValues) -> dict[str, Any]:
-    activation = read.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise read.refuse(f"hidden_act is {shorten(activation)}, only silu is supported")
+    key, allowed = (
+        ("hidden_activation", ("gelu_pytorch_tanh",)) if read.kind in GEMMAS else ("hidden_act", ("silu", "swish"))
+    )
+    activation = read.get(key, "silu")
+    if activation not in allowed:
+        raise read.refuse(f"{key} is {shorten(activation)}, only {allowed[0]} is supported")
     return {"mlp_width": read.whole("intermediate_size")}
+
+
+def _write_mlp(model: ModelConfig, kind: str) -> dict[str, Any]:
+    activation = {"hidden_activation": "gelu_pytorch_tanh"} if kind in GEMMAS else {"hidden_act": "silu"}
+    return {"intermediate_size": mlp_width_of(model), **activation}
 
 
 def _llama_mlp(model: ModelConfig) -> dict[str, Piece]:
     up, hidden = mlp_widths(model)
-    gate = {"layers.*.mlp.gate_proj": Piece("blocks.*.mlp.up", 0, hidden)} if model.mlp == "swiglu" else {}
+    if model.fused_projections:
+        down = Piece("blocks.*.mlp.out")
+        return {"layers.*.mlp.gate_up_proj": Piece("blocks.*.mlp.up"), "layers.*.mlp.down_proj": down}
+    gate = {"layers.*.mlp.gate_proj": Piece("blocks.*.mlp.up", 0, hidden)} if model.gated_mlp else {}
     return {
         **gate,
         "layers.*.mlp.up_proj": Piece("blocks.*.mlp.up", up - hidden, up),
@@ -470,9 +526,8 @@ MLP = ModelFeature(
         },
     ),
     llama=Format(
-        only={"mlp": "swiglu"},
         read=_read_mlp,
-        write=lambda model, kind: {"intermediate_size": mlp_width_of(model), "hidden_act": "silu"},
+        write=_write_mlp,
         modules=_llama_mlp,
     ),
 )
@@ -488,17 +543,17 @@ def has_bias(model: ModelConfig, module: str) -> bool:
 
 
 def _read_bias(read: HubValues) -> dict[str, Any]:
-    attention = read.kind in ("llama", "qwen3") and read.flag("attention_bias")
-    mlp = read.kind == "llama" and read.flag("mlp_bias")
+    attention = read.kind not in ("mistral", "qwen2", "phi3") and read.flag("attention_bias")
+    mlp = read.kind in ("llama", "smollm3") and read.flag("mlp_bias")
     if attention != mlp:
         stated = f"attention_bias is {format_value(attention)} and mlp_bias {format_value(mlp)}"
         raise read.refuse(f"{stated}; only both or none are supported")
-    return {"bias": attention, "qkv_bias": True if read.kind == "qwen2" else None}
+    return {"bias": attention}
 
 
 def _write_bias(model: ModelConfig, kind: str) -> dict[str, Any]:
-    keys = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
-    return dict.fromkeys(keys.get(kind, ()), model.bias)
+    keys = {"qwen2": (), "phi3": (), "llama": ("attention_bias", "mlp_bias"), "smollm3": ("attention_bias", "mlp_bias")}
+    return dict.fromkeys(keys.get(kind, ("attention_bias",)), model.bias)
 
 
 BIAS = ModelFeature(
@@ -534,11 +589,14 @@ DROPOUT = ModelFeature(
 START = ModelFeature(
     fields=("vocab", "init_from", "zero_init"),
     described=False,
+    # The row of a padding token would get no gradient there, and its id may be beyond the vocabulary.
+    llama=Format(write=lambda model, kind: {"pad_token_id": None} if "pad_token_id" in DEFAULTS[kind] else {}),
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )
 
-FEATURES = (STREAM, CONTEXT, NORM, EMBEDDING_NORM, ATTENTION, QK_NORM, POSITIONS, PATTERN, EIGENSTATES, MLP, BIAS)
-FEATURES += (RESIDUAL_SCALE, FIRST_MIX, VALUE_TABLES, HEAD_GATE, BIGRAM, LOGIT_CAP, HEAD, DROPOUT, START)
+FEATURES = (STREAM, CONTEXT, NORM, EMBEDDING_SCALE, EMBEDDING_NORM, ATTENTION, SCORES, QK_NORM, POSITIONS, PATTERN)
+FEATURES += (EIGENSTATES, MLP, BIAS, RESIDUAL_SCALE, FIRST_MIX, VALUE_TABLES, HEAD_GATE, BIGRAM, LOGIT_CAP, HEAD)
+FEATURES += (DROPOUT, START)
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[str, Piece]]:

@@ -80,6 +80,7 @@ class GPT(nn.Module):
         self.value_tables = nn.ModuleList(TokenTable(vocab, config.keys, std=0.01) for _ in range(config.value_tables))
         self.bigram = TokenTable(config.bigram_rows, config.width, std=0.0) if config.bigram_rows else None
         self.rotary = Rotary(config) if config.positions == "rope" and config.attends else None
+        self.local_rotary = Rotary(config, local=True) if self.rotary and config.rope_local_base else None
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
         self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
@@ -140,7 +141,7 @@ class GPT(nn.Module):
         """
         do, stream = self._through_blocks(tokens_BT, cache, layout)
         with self._eager(decoding=True):
-            whole = do.logits(stream, self.norm, self.head, self._table)
+            whole = do.logits(stream, self.norm, self.head, self._table, last)
             if whole is not None:
                 return whole
             hidden_BTW = do.add_norm(stream, self.norm)[1].view(*tokens_BT.shape, -1)
@@ -148,6 +149,11 @@ class GPT(nn.Module):
                 hidden_BTW = hidden_BTW[torch.arange(len(last)), last][:, None]
             elif last:
                 hidden_BTW = hidden_BTW[:, -1:]
+            return self.head_logits(hidden_BTW)
+
+    def head_logits(self, hidden_BTW: Tensor) -> Tensor:
+        """Logits of what `hidden` returns, or of some of its positions."""
+        with self._eager(decoding=True):
             return self.head(hidden_BTW, self._table, self.execution)
 
     def hidden(
@@ -177,22 +183,27 @@ class GPT(nn.Module):
                 raise ValueError(f"{last} positions do not fit a cache of {cache.room}")
         if last > config.context:
             raise ValueError(f"{last} positions do not fit the context of {config.context}")
-        do, all_narrow = self._begin(cache, one=shape[1] == 1)
+        do, all_narrow = self._begin(cache, tokens_BT)
         tokens_BT, layout = do.arrange(tokens_BT, layout, config.context)
         decoding = None if cache is None else cache.begin(shape[1])
         places = slice(0, tokens_BT.shape[1]) if decoding is None else decoding.places
         places = places if layout is None else layout.positions_BT
-        positions_TW = None if self.positions is None else self.positions(places)
-        shared = Shared(do, None if self.rotary is None else self.rotary(places), layout, decoding, window=window)
+        positions_TW = None if self.positions is None else do.at(self.positions, places)
+        rotaries = (self.rotary, self.local_rotary)
+        turn, local = (None if rotary is None else do.at(rotary, places) for rotary in rotaries)
+        shared = Shared(do, turn, local, layout, decoding, window=window)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
         first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
         pairs = zip(seeds[::2], seeds[1::2], strict=True)
         x_BTW = self.embedding(tokens_BT, do, positions_TW)
         if self.bigram is not None:
-            x_BTW = do.add_rows(x_BTW, self._bigrams(tokens_BT, places, cache), self.bigram.weight)
+            ids_BT = do.at(functools.partial(self._bigrams, tokens_BT, cache), places)
+            x_BTW = do.add_rows(x_BTW, ids_BT, self.bigram.weight)
         if config.embedding_norm:
             x_BTW = do.unit_norm(x_BTW, config.norm_eps)
+        if config.embedding_scale is not None:
+            x_BTW = do.scaled(x_BTW, config.embedding_scale)
         if dropout > 0.0:
             x_BTW = do.drop(x_BTW, dropout, first)
         if config.first_mix:
@@ -212,27 +223,30 @@ class GPT(nn.Module):
             cache.advance(tokens_BT)
         return do, stream
 
-    def _bigrams(self, tokens_BT: Tensor, places: slice | Tensor, cache: Cache | None) -> Tensor:
+    def _bigrams(self, tokens_BT: Tensor, cache: Cache | None, places: slice | Tensor) -> Tensor:
         """Ids of pairs: each token with the one before it. At position 0 a text starts."""
         if isinstance(places, slice):
             places = torch.arange(places.start, places.stop, device=tokens_BT.device)
         before_B1 = tokens_BT[:, :1] if cache is None else cache.last_B1
         return bigram_ids(tokens_BT, before_B1, places == 0, self.config.bigram_rows)
 
-    def _begin(self, cache: Cache | None, *, one: bool) -> tuple[Operations, Sequence[NarrowBlock]]:
+    def _begin(self, cache: Cache | None, tokens_BT: Tensor) -> tuple[Operations, Sequence[NarrowBlock]]:
         """The form of operations for this pass, and each block's weight copies in narrower types, up to date.
 
-        With a cache it is torch's form, or for `one` token of every row that of the kernels for decoding or NumPy's.
+        With a cache it is torch's form, NumPy's, or for one token of every row that of the kernels for decoding.
+        What our kernels do not have is torch's form in every pass.
         """
         how, nothing = self.execution, [NarrowBlock()] * len(self.blocks)
-        if cache is not None and cache.kernels and one:
+        if self.config.beyond_kernels:
+            return Operations(how), nothing
+        if cache is not None and cache.kernels and tokens_BT.shape[1] == 1:
             from flatout.model.decode_operations import DecodeOperations
 
             return DecodeOperations(how, product_type(self.embedding.weight), self.copies), nothing
-        if cache is not None and cache.arrays is not None and one and cache.level and len(cache.length_B) == 1:
+        if cache is not None and cache.calls is not None:
             from flatout.model.row_operations import RowOperations
 
-            return RowOperations(how, cache.arrays), nothing
+            return RowOperations(how, cache, tokens_BT), nothing
         if how.kernels != "triton" or cache is not None:
             return Operations(how), nothing
         from flatout.model.kernel_operations import FrozenOperations, KernelOperations
@@ -320,7 +334,7 @@ class GPT(nn.Module):
                 module.weight.normal_(0.0, tokens if isinstance(module, Embedding) else 0.02, generator=generator)
             elif isinstance(module, Norm):
                 if module.weight is not None:
-                    module.weight.fill_(1.0)
+                    module.weight.fill_(module.start)
                 if module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Block | Attention):
@@ -360,8 +374,9 @@ def empty_model(
     model._apply(
         lambda x: torch.empty(x.shape, dtype=torch.float32 if id(x) in tables else dtype, device=torch.device(device))
     )
-    if model.rotary is not None and not model.rotary.cos_TD.is_meta:
-        model.rotary.fill()
+    for rotary in (model.rotary, model.local_rotary):
+        if rotary is not None and not rotary.cos_TD.is_meta:
+            rotary.fill()
     for mixer in model.eigenstates:
         mixer.fill()
     return model

@@ -1,6 +1,6 @@
 """Descriptions of Hugging Face models: config.json to our model section, and back.
 
-llama, mistral, qwen2, qwen3 and gpt2 are all settings of our one decoder. `fields.py` declares how each of them states
+Models of all types in `families.py` are settings of our one decoder. `fields.py` declares how each of them states
 a field. A setting that our decoder lacks is refused by name; otherwise a slightly different model would be fine-tuned
 silently.
 
@@ -24,20 +24,24 @@ from flatout.config.yaml_loader import format_value, shorten
 from flatout.errors import CheckpointError
 from flatout.files import parse_json, read_bounded, reading_hint
 from flatout.gguf_file import is_gguf, read_gguf
-from flatout.model.fields import AGAIN, ANOTHER, FEATURES, PATTERN, SUPPORTED, HubValues, read_windows
+from flatout.model.families import (
+    AGAIN,
+    ANOTHER,
+    ARCHITECTURES,
+    FIXED,
+    GEMMAS,
+    HINTS,
+    PATTERNS,
+    SUPPORTED,
+    WHOLE_WIDTH,
+    HubValues,
+)
+from flatout.model.fields import FEATURES, PATTERN, read_pattern
 from flatout.model.gguf_weights import config_values
 from flatout.model.seal import check_seal, refuse_link, sealed_names
 
 CONFIG_FILE = "config.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "LlamaModel"),
-    "mistral": ("MistralForCausalLM", "MistralModel"),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,13 +87,13 @@ def describe(values: dict[str, Any], folder: Path, *, context: int | None = None
     _check_kind(values, path)
     kind = values["model_type"]
     read = HubValues(values, path, kind)
-    fields: dict[str, Any] = {}
+    fields = dict(FIXED[kind])
     for feature in FEATURES:
         fields |= feature.format(kind).fields(read)
     context = fitting_context(context, fields["context"], path, cut=cut)
     if context is not None and kind != "gpt2":
         fields["context"] = context
-    fields |= read_windows(read, fields["layers"], fields["context"])
+    fields |= read_pattern(read, fields["layers"], fields["context"])
     try:
         config = ModelConfig(**fields)
     except ValidationError as error:
@@ -146,8 +150,10 @@ def check_same_model(config: ModelConfig, description: Description, hint: str) -
 
 
 def _reaches(config: ModelConfig, context: int) -> list[int]:
-    """How many tokens each block attends to within `context`; 0 for a block of eigenstates."""
-    reach = {"A": context, "W": min(context, config.window), "E": 0}
+    """How many tokens each block attends to within `context`: 0 for eigenstates, below 0 without positions."""
+    reach = {"A": context, "N": -context, "W": min(context, config.window), "E": 0}
+    if config.rope_local_base is not None:  # which makes a W block another one than A, however far both reach
+        reach["W"] += context
     return [reach[kind] for kind in config.kinds]
 
 
@@ -169,7 +175,9 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
 def _check_kind(values: dict[str, Any], path: Path) -> None:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in SUPPORTED:
-        raise CheckpointError(f"{path} describes a model of type {shorten(kind)}, which is not supported", ANOTHER)
+        raise CheckpointError(
+            f"{path} describes a model of type {shorten(kind)}, which is not supported", HINTS.get(str(kind), ANOTHER)
+        )
     if values.get("quantization_config"):
         raise CheckpointError(
             f"{path}: the weights are quantised", "use the model in its unquantised form; quantise while fine-tuning"
@@ -211,13 +219,14 @@ def _stated_dtype(values: dict[str, Any]) -> str | None:
 
 def model_type_of(config: ModelConfig) -> str:
     """The model type of transformers that computes exactly the same; an error if there is none."""
-    config = folded(config)
-    if set(config.kinds) != {"A"}:  # first, because no change of other fields would help
+    kind, needed = _nearest(config)
+    if "pattern" in needed:  # first, because no change of other fields would help
         raise CheckpointError(
             f"transformers has no such model with model.pattern={shorten(config.pattern)}", PATTERN.no_export
         )
-    if needed := _needed(config):
-        beside = ("width", "heads") if _needs_qwen3(config) else ()
+    if needed:
+        config = folded(config)
+        beside = ("width", "heads") if config.width % config.heads else ()
         if "qk_norm" in needed or "qkv_bias" in needed:
             beside += tuple(field for field in ("bias", "qkv_bias") if getattr(config, field))
         fields = dict.fromkeys((*needed, *beside))
@@ -226,41 +235,46 @@ def model_type_of(config: ModelConfig) -> str:
         reasons = [feature.no_export for feature in FEATURES if feature.without.keys() & needed.keys()]
         way_out = f"a trained model keeps its shape: one that is trained with {words} can be exported"
         raise CheckpointError(f"transformers has no such model with {found}", "; ".join([*reasons, way_out]))
-    if config.family == "gpt2":
-        return "gpt2"
-    if config.qk_norm:
-        return "qwen3"
-    return "qwen2" if config.has_qkv_bias and not config.bias else "llama"
+    return kind
 
 
 def changes_for_export(config: ModelConfig) -> dict[str, Any]:
     """The fields that a model needs to be exportable to transformers; none if it is already."""
-    attention = {} if set(config.kinds) == {"A"} else {"pattern": "A"}
-    return {**attention, **_needed(folded(config.model_copy(update=attention)))}
+    return _nearest(config)[1]
+
+
+def _nearest(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """The model type that needs the fewest fields changed, and these with their values; none if they are the same."""
+    config = folded(config)
+    kinds = [kind for kind, fixed in FIXED.items() if fixed["family"] == config.family and kind != "mistral"]
+    kinds = [kind for kind in kinds if not (kind in WHOLE_WIDTH and config.width % config.heads)]
+    needed = [(kind, _needed(config, kind)) for kind in kinds]
+    return min(needed, key=lambda pair: len(pair[1]))
+
+
+def _needed(config: ModelConfig, kind: str) -> dict[str, Any]:
+    """Every field that keeps a model from being of this type, with a value that does not."""
+    wanted = dict(FIXED[kind])
+    for feature in FEATURES:
+        wanted |= feature.without
+    if config.has_qkv_bias == config.bias and wanted.get("qkv_bias") is None:
+        wanted.pop("qkv_bias", None)
+    if kind in GEMMAS:
+        wanted["embedding_scale"] = config.width**0.5
+    if kind == "gemma3_text" and config.rope_local_base is None:
+        wanted["rope_local_base"] = 10000.0
+    letters, found = PATTERNS.get(kind, "A"), set(config.kinds)
+    if not found <= set(letters) or (kind == "smollm3" and "N" not in found) or (kind == "phi3" and len(found) > 1):
+        wanted["pattern"] = letters
+    if config.rope_scaling not in ((None, "longrope") if kind == "phi3" else (None, "linear", "llama3")):
+        wanted["rope_scaling"] = None
+    return {field: value for field, value in wanted.items() if getattr(config, field) != value}
 
 
 def folded(config: ModelConfig) -> ModelConfig:
     """The model without the features that can be folded into its weights (`hub_folder.folded_weights`)."""
     folds = [feature.fold for feature in FEATURES if feature.fold is not None and feature.fold.when(config)]
     return config.model_copy(update={field: value for fold in folds for field, value in fold.fields.items()})
-
-
-def _needed(config: ModelConfig) -> dict[str, Any]:
-    """Every field that prevents an export, with a value that does not; together they give a model of transformers."""
-    needed: dict[str, Any] = {}
-    for feature in FEATURES:
-        needed |= {**feature.format(config.family).only, **feature.without}
-    if _needs_qwen3(config):
-        needed |= {"qk_norm": True, "bias": False, "qkv_bias": None}
-    elif config.family == "gpt" and (config.bias or config.has_qkv_bias):
-        needed |= {"qk_norm": False} | ({} if config.has_qkv_bias else {"qkv_bias": None})
-    return {field: value for field, value in needed.items() if getattr(config, field) != value}
-
-
-def _needs_qwen3(config: ModelConfig) -> bool:
-    """llama's width must be a multiple of its heads. qwen3 (qk_norm without biases) has no such limit."""
-    biased = config.has_qkv_bias and not config.bias  # qwen2, which has no such limit either
-    return bool(config.width % config.heads) and not biased and (config.bias or not config.qk_norm)
 
 
 def description_of(

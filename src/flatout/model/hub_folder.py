@@ -44,7 +44,8 @@ from flatout.files import read_bounded, write_new
 from flatout.folders import sweep, whole_folder
 from flatout.gguf_file import gguf_at, is_gguf
 from flatout.model.execution import Execution
-from flatout.model.fields import AGAIN, FEATURES, Piece, has_bias
+from flatout.model.families import AGAIN
+from flatout.model.fields import FEATURES, Piece, has_bias
 from flatout.model.gguf_weights import opened_gguf
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, description_of, read_description, read_json

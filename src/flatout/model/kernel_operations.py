@@ -171,7 +171,7 @@ class FrozenOperations(KernelOperations):
         if layout is not None:
             attend = functools.partial(document_attention, layout=layout, backend=how.document_attention)
         norms = attention.norms
-        cos, sin = by_place(shared.turn)
+        cos, sin = by_place(attention.turn_in(shared))
         last = block.mlp.out
         above = GradientRoom(last.layout.rank if isinstance(last, AdaptedLinear) else 0)
         frozen = FrozenBlock(

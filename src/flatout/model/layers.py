@@ -7,7 +7,9 @@ returns, are defined in model/operations.py.
 Shape legend: B batch, T positions of this call, H query heads, G key/value heads, D head size, W width, V vocabulary.
 """
 
+import functools
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,24 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.cache import LayerCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
+from flatout.model.int8 import Int8Linear
 from flatout.model.narrow import input_slot
-from flatout.model.operations import Branch, Gates, Mix, Operations, Own, RMSNorm, Shared, Stream, build_norm
+from flatout.model.operations import (
+    Branch,
+    Gates,
+    JoinedNorm,
+    Mix,
+    NoNorm,
+    Norm,
+    Operations,
+    Own,
+    RMSNorm,
+    Shared,
+    Stream,
+    Turn,
+    build_norm,
+    norm_settings,
+)
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import document_attention
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
@@ -76,6 +94,7 @@ class Head(nn.Module):
         super().__init__()
         self.cap = config.logit_cap or 0.0
         self.weight = None if config.tied else nn.Parameter(torch.empty(vocab, config.width))
+        self.int8: Int8Linear | None = None  # takes the weight's place, for inference
 
     def forward(
         self,
@@ -87,6 +106,7 @@ class Head(nn.Module):
     ) -> Tensor:
         """The summed loss; without targets the logits [B, T, V] in at least fp32."""
         weight_VW = table_VW if self.weight is None else self.weight
+        weight_VW = weight_VW if self.int8 is None else self.int8.widened()
         assert weight_VW is not None, "a tied head needs the embedding's table"
         if targets_BT is None:
             return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap)
@@ -108,10 +128,11 @@ class Head(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with one fused projection for queries, keys and values."""
 
-    def __init__(self, config: ModelConfig, window: int | None = None, *, valued: bool = False) -> None:
-        """`valued`: rows of a value table come to its values."""
+    def __init__(self, config: ModelConfig, kind: str = "A", *, valued: bool = False) -> None:
+        """`kind`: the letter of its block. `valued`: rows of a value table come to its values."""
         super().__init__()
-        self.window = window
+        self.kind = kind
+        self.window = config.window if kind == "W" else None
         self.heads = config.heads
         self.groups = config.kv_heads or config.heads
         self.size = config.size
@@ -120,9 +141,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, queries + 2 * keys, bias=config.has_qkv_bias)
         self.parts = {"qkv.weight": (queries, keys, keys)}
         self.out = nn.Linear(config.queries, config.width, bias=config.bias)
-        how = {"eps": config.norm_eps, "weight": config.norm_weights, "scale": config.qk_scale}
-        self.q_norm = RMSNorm(self.size, **how) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.size, **how) if config.qk_norm else None
+        self.cap = config.attention_cap
+        self.query_scale = (self.size / (config.score_divisor or self.size)) ** 0.5  # attention divides by √size
+        how: dict[str, Any] = norm_settings(config) | {"scale": config.qk_scale}
+        norm, sizes = (JoinedNorm, (queries, keys)) if config.qk_norm_whole else (RMSNorm, (self.size, self.size))
+        self.q_norm = norm(sizes[0], **how) if config.qk_norm else None
+        self.k_norm = norm(sizes[1], **how) if config.qk_norm else None
         # Of one dimension, as everything that is no matrix to an optimizer or to sharding.
         self.gated = (self.groups if valued else 0, self.heads if config.head_gate else 0)
         self.gate_inputs = min(GATE_INPUTS, config.width)
@@ -143,16 +167,23 @@ class Attention(nn.Module):
     def attend(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, shared: Shared, cache: LayerCache | None
     ) -> Tensor:
-        how, qkv, window = shared.operations.execution, (q_BHTD, k_BGTD, v_BGTD), self.window_in(shared)
+        how, qkv = shared.operations.execution, (q_BHTD, k_BGTD, v_BGTD)
+        form = {"window": self.window_in(shared), "cap": self.cap}
         dropout = self.dropout if self.training else 0.0
         if cache is not None:
             assert shared.decoding is not None
-            return cache.attend(*qkv, shared.decoding, backend=how.attention, window=window)
+            return cache.attend(*qkv, shared.decoding, backend=how.attention, **form)
         if shared.layout is None:
-            return causal_attention(*qkv, backend=how.attention, dropout=dropout, window=window)
+            return causal_attention(*qkv, backend=how.attention, dropout=dropout, **form)
         if dropout > 0.0:
             raise ValueError("attention inside packed documents has no dropout")
-        return document_attention(*qkv, shared.layout, backend=how.document_attention, window=window)
+        return document_attention(*qkv, shared.layout, backend=how.document_attention, **form)
+
+    def turn_in(self, shared: Shared) -> Turn | None:
+        """The rotary positions of this pass; None if this block turns nothing by them."""
+        if self.kind == "W" and shared.local_turn is not None:
+            return shared.local_turn
+        return None if self.kind == "N" else shared.turn
 
     def window_in(self, shared: Shared) -> int | None:
         """The window of this pass; None for full attention."""
@@ -165,10 +196,10 @@ class Attention(nn.Module):
 
 
 def mlp_width_of(config: ModelConfig) -> int:
-    """4·W; for swiglu 8/3·W, rounded up to a multiple of 8: its three matrices then have as many values as two."""
+    """4·W; with a gate 8/3·W, rounded up to a multiple of 8: three matrices then have as many values as two."""
     if config.mlp_width is not None:
         return config.mlp_width
-    if config.mlp == "swiglu":
+    if config.gated_mlp:
         return -(-8 * config.width // 24) * 8
     return 4 * config.width
 
@@ -176,7 +207,7 @@ def mlp_width_of(config: ModelConfig) -> int:
 def mlp_widths(config: ModelConfig) -> tuple[int, int]:
     """(columns of the MLP's first product, rows of its second)."""
     hidden = mlp_width_of(config)
-    return (2 * hidden if config.mlp == "swiglu" else hidden), hidden
+    return (2 * hidden if config.gated_mlp else hidden), hidden
 
 
 class MLP(nn.Module):
@@ -184,7 +215,7 @@ class MLP(nn.Module):
         super().__init__()
         columns, hidden = mlp_widths(config)
         self.kind = config.mlp
-        # swiglu keeps gate and value in one matrix: one product instead of two
+        # gate and value are in one matrix: one product instead of two
         parts = (hidden,) * (columns // hidden)
         self.up = nn.Linear(config.width, columns, bias=config.bias)
         self.parts = {"up.weight": parts}
@@ -198,7 +229,7 @@ def build_mixer(config: ModelConfig, kind: str, place: int) -> Attention | Eigen
     """The mixer for `kind`, a letter of `model.pattern`, in the block at index `place`."""
     if kind == "E":
         return Eigenstate(config, place)
-    return Attention(config, config.window if kind == "W" else None, valued=config.table_of(place) is not None)
+    return Attention(config, kind, valued=config.table_of(place) is not None)
 
 
 _IN_ONE_STEP = ("attention_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.out", "mlp_norm")
@@ -206,17 +237,21 @@ _IN_ONE_STEP += ("mlp.up", "mlp.out")
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); the branches may carry learned scales.
+    """x + attention(norm(x)), then x + mlp(norm(x)). Branches may carry learned scales; norms may come after them.
 
     In blocks of kind E, `self.attention` holds an `Eigenstate` instead.
     """
 
     def __init__(self, config: ModelConfig, kind: str = "A", place: int = 0) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config, config.width)
+        norm = functools.partial(build_norm, config, config.width)
+        before, after = (norm if config.norm_place in (side, "both") else None for side in ("before", "after"))
+        self.attention_norm = before() if before else NoNorm()
         self.attention = build_mixer(config, kind, place)
-        self.mlp_norm = build_norm(config, config.width)
+        self.attention_out_norm = after() if after else None
+        self.mlp_norm = before() if before else NoNorm()
         self.mlp = MLP(config)
+        self.mlp_out_norm = after() if after else None
         self.dropout = config.dropout
         scaled = config.residual_scale is not None
         self.attention_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
@@ -235,11 +270,15 @@ class Block(nn.Module):
         dropout = self.dropout if self.training else 0.0
         mix = None if self.mix is None else Mix(self.mix, shared.first)
         x_BTW, h_BTW = do.add_norm(stream, self.attention_norm, input_slot(own.narrow.qkv), mix)
-        branch = self.attention(h_BTW, shared, own)
+        branch = self._normed(self.attention_out_norm, self.attention(h_BTW, shared, own))
         stream = Stream(x_BTW, *branch, scale_W=self.attention_scale, dropout=dropout, seed=own.seeds[0])
         x_BTW, h_BTW = do.add_norm(stream, self.mlp_norm, input_slot(own.narrow.up))
-        branch = self.mlp(h_BTW, shared, own)
+        branch = self._normed(self.mlp_out_norm, self.mlp(h_BTW, shared, own))
         return do.hand_on(Stream(x_BTW, *branch, scale_W=self.mlp_scale, dropout=dropout, seed=own.seeds[1]))
+
+    def _normed(self, norm: Norm | None, branch: Branch) -> Branch:
+        """torch's form alone: its branches have their bias already."""
+        return branch if norm is None else Branch(norm(branch.value_BTW))
 
     def use(self, execution: Execution) -> None:
         for layer in self.modules():

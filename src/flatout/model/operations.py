@@ -19,7 +19,7 @@ Shape legend: B batch, T positions of this call, H query heads, G key/value head
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ class Norm(nn.Module):
     """Base of both norms. Without weights (`model.norm=plain-rmsnorm`) it only rescales its input."""
 
     centred: bool
+    start = 1.0  # of the weights
 
     def __init__(self, width: int, *, weight: bool, bias: bool, eps: float) -> None:
         super().__init__()
@@ -68,17 +69,24 @@ class _CpuRms(torch.autograd.Function):
 
 
 class RMSNorm(Norm):
-    """`scale` multiplies the result."""
+    """`scale` multiplies the result. With `offset` weights are how much a factor is more than 1."""
 
     centred = False
 
-    def __init__(self, width: int, eps: float = 1e-5, *, weight: bool = True, scale: float = 1.0) -> None:
+    def __init__(
+        self, width: int, eps: float = 1e-5, *, weight: bool = True, scale: float = 1.0, offset: bool = False
+    ) -> None:
         super().__init__(width, weight=weight, bias=False, eps=eps)
-        self.scale = scale
+        self.scale, self.offset = scale, offset
+        self.start = 0.0 if offset else 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight is None and x.device.type == "cpu" and x.itemsize >= 4 and not torch.compiler.is_compiling():
             return _CpuRms.apply(x, self.eps, self.scale)
+        if self.offset and self.weight is not None:  # 1 + weight has too few digits in 16 bits
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            normed = F.rms_norm(wide, (x.shape[-1],), 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
+            return normed if self.scale == 1.0 else normed * self.scale
         weight = None if self.weight is None else self.weight.to(x.dtype)
         normed = F.rms_norm(x, (x.shape[-1],), weight, self.eps)
         return normed if self.scale == 1.0 else normed * self.scale
@@ -91,10 +99,34 @@ class LayerNorm(Norm):
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
+class JoinedNorm(RMSNorm):
+    """Of queries or keys: over all heads of a position together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
+
+
+class NoNorm(Norm):
+    """In the place of a norm where `model.norm_place` has none."""
+
+    centred = False
+
+    def __init__(self) -> None:
+        super().__init__(0, weight=False, bias=False, eps=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 def build_norm(config: ModelConfig, width: int) -> Norm:
     if config.norm == "layernorm":
         return LayerNorm(width, weight=True, bias=config.bias, eps=config.norm_eps)
-    return RMSNorm(width, config.norm_eps, weight=config.norm_weights)
+    return RMSNorm(width, **norm_settings(config))
+
+
+def norm_settings(config: ModelConfig) -> dict[str, Any]:
+    """Of all RMS norms of a model, those of queries and keys too."""
+    return {"eps": config.norm_eps, "weight": config.norm_weights, "offset": config.norm == "offset-rmsnorm"}
 
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions: [T, D/2], or [B, 1, T, D/2] where rows differ
@@ -104,10 +136,12 @@ def scaled_rates(rates_D: Tensor, config: ModelConfig) -> Tensor:
     """Radians per position of every channel pair, scaled down for a longer context: `linear` scales all pairs alike.
 
     `llama3` scales by a pair's number of turns within the original context: up to `rope_low` turns by the whole factor,
-    from `rope_high` on not at all, and in between by a linear blend.
+    from `rope_high` on not at all, and in between by a linear blend. `longrope` has a number for each pair.
     """
     if config.rope_scaling is None:
         return rates_D
+    if config.rope_scaling == "longrope":
+        return rates_D / torch.tensor(config.rope_factors, dtype=rates_D.dtype)
     slow_D = rates_D / config.rope_factor
     if config.rope_scaling == "linear":
         return slow_D
@@ -119,11 +153,14 @@ def scaled_rates(rates_D: Tensor, config: ModelConfig) -> Tensor:
 class Rotary(nn.Module):
     """Cosines and sines of rotary positions in fp32, derived from the config and never saved."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, local: bool = False) -> None:
+        """`local`: those of W blocks, where they have a base of their own."""
         super().__init__()
+        if local:
+            config = config.model_copy(update={"rope_base": config.rope_local_base, "rope_scaling": None})
         self.config = config
-        self.register_buffer("cos_TD", torch.empty(config.context, config.size // 2), persistent=False)
-        self.register_buffer("sin_TD", torch.empty(config.context, config.size // 2), persistent=False)
+        self.register_buffer("cos_TD", torch.empty(config.context, config.turned // 2), persistent=False)
+        self.register_buffer("sin_TD", torch.empty(config.context, config.turned // 2), persistent=False)
         self.cos_TD: Tensor
         self.sin_TD: Tensor
 
@@ -131,11 +168,12 @@ class Rotary(nn.Module):
     def fill(self) -> None:
         """Computes the table in float64: fp32 angles lose digits at large positions."""
         config = self.config
-        rates_D = config.rope_base ** (-torch.arange(0, config.size, 2, dtype=torch.float64) / config.size)
+        rates_D = config.rope_base ** (-torch.arange(0, config.turned, 2, dtype=torch.float64) / config.turned)
         places_T = torch.arange(config.context, dtype=torch.float64)
         angles_TD = places_T[:, None] * scaled_rates(rates_D, config)
-        self.cos_TD.copy_(angles_TD.cos())
-        self.sin_TD.copy_(angles_TD.sin())
+        gain = config.rope_gain if config.rope_scaling == "longrope" else 1.0
+        self.cos_TD.copy_(gain * angles_TD.cos())
+        self.sin_TD.copy_(gain * angles_TD.sin())
 
     def forward(self, places: slice | Tensor) -> Turn:
         """Cosines and sines of these positions, the same for all layers."""
@@ -144,10 +182,11 @@ class Rotary(nn.Module):
 
 
 def turned(x_BHTD: Tensor, turn: Turn) -> Tensor:
-    """Queries or keys, rotated by their positions."""
+    """Queries or keys, rotated by their positions; channels beyond the table stay as they are."""
     cos, sin = turn
-    first, second = x_BHTD.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x_BHTD.dtype)
+    half, size = cos.shape[-1], x_BHTD.shape[-1]
+    first, second, *rest = x_BHTD.split([half, half] + [size - 2 * half] * (size > 2 * half), dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos, *rest], dim=-1).to(x_BHTD.dtype)
 
 
 class Branch(NamedTuple):
@@ -210,7 +249,8 @@ class Shared:
     """Arguments that all blocks of a pass share."""
 
     operations: "Operations"
-    turn: Turn | None = None
+    turn: Turn | None = None  # `Attention.turn_in` has that of a block
+    local_turn: Turn | None = None
     layout: DocumentLayout | None = None
     decoding: Decoding | None = None
     first: Any = None  # the first stream, if blocks mix it in
@@ -244,6 +284,10 @@ class Operations:
         """Seeds for `count` places of dropout, drawn from torch's random state; None if the form needs none."""
         return [None] * count
 
+    def at(self, table: Callable[[Any], Any], places: slice | Tensor) -> Any:
+        """What a table has for these positions."""
+        return table(places)
+
     def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
         """First values of the residual stream; positions are [T, W], or [B, T, W] where rows differ."""
         x_BTW = F.embedding(tokens_BT, table_VW)
@@ -264,6 +308,9 @@ class Operations:
     def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
         """RMS norm without weights, in the type of the stream."""
         return F.rms_norm(x_BTW, (x_BTW.shape[-1],), None, eps)
+
+    def scaled(self, x_BTW: Tensor, factor: float) -> Tensor:
+        return x_BTW * factor
 
     def drop(self, x_BTW: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
         """Dropout on the stream itself."""
@@ -309,9 +356,11 @@ class Operations:
     def attention(self, mixer: Any, made: Heads, shared: Shared, own: Own) -> Tensor:
         """The heads' results side by side [B, T, H·D]. `mixer` is an `Attention`, which chooses the kernel."""
         qkv = (made.q_BHTD, made.k_BGTD, made.v_BGTD)
-        q_BHTD, k_BGTD, v_BGTD = self.prepare_heads(*qkv, mixer.norms, shared.turn)
+        q_BHTD, k_BGTD, v_BGTD = self.prepare_heads(*qkv, mixer.norms, mixer.turn_in(shared))
         if made.value_gates_BTG is not None:
             v_BGTD = self.add_values(v_BGTD, made.value_gates_BTG, own.values)
+        if mixer.query_scale != 1.0:
+            q_BHTD = q_BHTD * mixer.query_scale
         y_BHTD = mixer.attend(q_BHTD, k_BGTD, v_BGTD, shared, own.cache)
         if made.head_gates_BTH is not None:
             y_BHTD = self.gate_heads(y_BHTD, made.head_gates_BTH)
@@ -361,17 +410,19 @@ class Operations:
     ) -> Branch:
         """An MLP: `up`, the activation `kind`, `down`."""
         h = up(h_BTW)
-        if kind == "swiglu":
+        if kind in ("swiglu", "geglu"):
             gate, value = h.chunk(2, dim=-1)
-            h = F.silu(gate) * value
+            h = (F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")) * value
         elif kind == "relu2":
             h = F.relu(h).square()
         else:
             h = F.gelu(h, approximate="tanh")
         return Branch(down(h))
 
-    def logits(self, stream: Stream, norm: Norm, head: nn.Module, table_VW: Tensor | None) -> Tensor | None:
-        """Norm and head in one operation; None if this form has no such operation."""
+    def logits(
+        self, stream: Stream, norm: Norm, head: nn.Module, table_VW: Tensor | None, last: bool | Tensor
+    ) -> Tensor | None:
+        """Norm and head in one operation, of all or the `last` positions; None if this form has no such operation."""
         return None
 
     def hand_on(self, stream: Stream) -> Stream:

@@ -145,14 +145,20 @@ class QuantizedLinear(nn.Linear):
 
 
 def narrow_linears(model: GPT, weights: str) -> None:
-    """Puts the linear layers of all blocks, but those with adapters or in 4 bits, into `bf16` or `int8`."""
+    """Puts the linear layers, but those with adapters or in 4 bits, into `bf16` or `int8`.
+
+    The head too in 8 bits; in bf16 it is rounded where it is used.
+    """
+    if weights == "int8" and model.config.width % 4 == 0:  # kernels read four numbers at once
+        head = model.embedding.weight if model.head.weight is None else model.head.weight
+        model.head.int8 = Int8Linear(head, None)
     for block in model.blocks:
         assert isinstance(block, Block)
         for name, linear in block.linears().items():
             if type(linear) is not nn.Linear:
                 continue
-            if weights == "int8" and linear.in_features % 4 == 0:  # kernels read four numbers at once
-                block.set_linear(name, Int8Linear(linear))
+            if weights == "int8" and linear.in_features % 4 == 0:
+                block.set_linear(name, Int8Linear(linear.weight, linear.bias))
             else:
                 linear.weight.data = linear.weight.data.to(torch.bfloat16)
 

@@ -40,7 +40,7 @@ from flatout.observe.series import (
     short,
     short_tokens,
 )
-from flatout.observe.sinks import RunHistory, distinct_names, incomparable, rows_with_step
+from flatout.observe.sinks import RunHistory, distinct_names, incomparable, is_count, rows_with_step
 from flatout.records import STEP_SPANS
 
 Noted = list[list[str]]  # of a label, a text and a note
@@ -84,6 +84,7 @@ def _run(history: RunHistory, name: str, paths: list[str], runs: int, price: flo
         "figures": figures_of(history, state, price),
         "facts": facts_of(info),
         "speed": _speed_groups(history),
+        "tasks": _task_rows(history),
         "time": _time_parts(history),
         "eigenstates": _eigenstate_part(numbers.eigenstates),
         "curves": curves_of(numbers, points_for(runs)),
@@ -307,6 +308,21 @@ _READINGS = (
     _Reading("Host memory in use", "host_bytes", max, human_bytes, "highest, of all processes"),
     _Reading("Swap", "swap_bytes", max, human_bytes, "highest; aim: none"),
 )
+
+
+def _task_rows(history: RunHistory) -> Noted:
+    """The newest score of every metric, and the first one beside it."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for row in rows_with_step(history.tasks):
+        value, error = number(row.get("value")), amount(row.get("error"))
+        shots = f", {row['shots']}-shot" if is_count(row.get("shots"), 1) else ""
+        text = ("–" if value is None else f"{value:.4f}") + ("" if error is None else f" ±{error:.4f}")
+        label = f"{_cut(row.get('task'))} {_cut(row.get('metric'))}{shots}"
+        found.setdefault(label, []).append((text, _at_step(row)))
+    return [
+        [label, own[-1][0], own[-1][1] + (f"; {own[0][0]} at {own[0][1]}" if len(own) > 1 else "")]
+        for label, own in found.items()
+    ]
 
 
 def _time_parts(history: RunHistory) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from typing import Any
 from flatout.errors import DataError, ResourceError
 from flatout.files import disk_errors, open_to_append, write_whole
 from flatout.observe.human import printable
-from flatout.records import Record, record_to_json
+from flatout.records import Record, TaskRecord, record_to_json
+
+TASKS = "tasks.jsonl"  # scores that were measured after training
 
 
 class MetricsFile:
@@ -58,6 +60,14 @@ class MetricsFile:
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(OSError, ResourceError), self.file:  # a full disk has been reported already
             self.flush()
+
+
+def add_task_records(run: Path, records: Sequence[TaskRecord]) -> None:
+    """Appends scores to the tasks.jsonl of a run; a checkpoint that lies elsewhere has no place for them."""
+    if not (run / "metrics.jsonl").is_file():
+        return
+    with disk_errors(str(run / TASKS), safe=""), open_to_append(run / TASKS) as file:
+        file.write("".join(f"{record_to_json(record)}\n" for record in records).encode("utf-8"))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -112,6 +122,7 @@ class RunHistory:
     machine: tuple[dict[str, Any], ...]
     ends: tuple[dict[str, Any], ...]  # an interrupted run that went on has several
     eigenstates: tuple[dict[str, Any], ...] = ()
+    tasks: tuple[dict[str, Any], ...] = ()  # also those of tasks.jsonl
 
     @property
     def info(self) -> dict[str, Any]:
@@ -136,7 +147,7 @@ def read_history(folder: Path) -> RunHistory:
     if not path.is_file():
         raise DataError(f"{folder} is not a run: it has no metrics.jsonl", "name a run folder, such as runs/NAME")
     try:
-        rows = read_metrics(path)
+        rows = read_metrics(path) + [row for row in read_metrics(folder / TASKS) if row["type"] == "task"]
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise DataError(
@@ -147,7 +158,8 @@ def read_history(folder: Path) -> RunHistory:
         kinds.setdefault(str(row["type"]), []).append(_numbers(row))
     if not kinds.get("run"):
         raise DataError(f"{path} holds no run", "name the folder of a run that was started by flatout train")
-    names = ("run", "step", "eval", "epoch", "sample", "checkpoint", "notice", "spans", "machine", "end", "eigenstates")
+    names = ("run", "step", "eval", "epoch", "sample", "checkpoint", "notice", "spans", "machine", "end", "eigenstates",
+             "task")  # fmt: skip
     return RunHistory(folder, *(tuple(kinds.get(name, ())) for name in names))
 
 
@@ -207,4 +219,5 @@ def _numbers(value: Any, depth: int = 4) -> Any:
 
 
 _TEXTS = {"text", "prompt", "message", "config", "features", "folder", "path", "type", "reason", "device", "family",
-          "flatout", "torch", "dataset", "tokenizer", "resumed_from", "checkpoint", "throttled", "pieces"}  # fmt: skip
+          "flatout", "torch", "dataset", "tokenizer", "resumed_from", "checkpoint", "throttled", "pieces",
+          "task", "metric"}  # fmt: skip

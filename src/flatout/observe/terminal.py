@@ -196,6 +196,10 @@ class TerminalReader:
                 best = "  best so far" if record.best else ""
                 where = f"{record.tokens:,} tokens in {record.seconds:.1f}s"
                 return [f"eval at step {record.step}: val loss {record.loss:.4f}{bits}  ({where}){best}"]
+            case records.TaskRecord():
+                error = "" if record.error is None else f" ±{record.error:.4f}"
+                score = f"{record.metric} {record.value:.4f}{error}  ({record.rows:,} questions)"
+                return [f"task {record.task} at step {record.step}: {score}"]
             case records.EpochRecord():
                 if record.epoch > FIRST_EPOCHS and record.step - self.epoch_line_step < self.log_every:
                     return []

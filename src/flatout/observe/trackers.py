@@ -114,6 +114,8 @@ def _numbers(record: Record) -> dict[str, float | None]:
                 "loss/validation_perplexity": record.perplexity,
                 "loss/validation_bits_per_byte": record.bits_per_byte,
             }
+        case records.TaskRecord():
+            return {f"tasks/{_tag(record.task)}/{_tag(record.metric)}": record.value}
         case records.EpochRecord():
             return {"loss/epoch_mean": record.mean_loss}
         case records.SpanRecord():

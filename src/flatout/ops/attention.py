@@ -7,6 +7,7 @@
     cudnn+fa4   forward by cuDNN, backward by FlashAttention-4: on an H200 each is the faster one. The backward pass
                 needs the result and the log-sum-exp of each query, which both libraries define alike
     blocks      sliding windows on any device: blocks of W queries, with their own and the previous block as keys
+    capped      scores bent below a cap: every score in memory, one layer at a time
 
 A window costs about 2·W keys per query in every form: masking a full score matrix would save nothing.
 
@@ -213,8 +214,14 @@ def causal_attention(
     backend: str,
     dropout: float = 0.0,
     window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """Attention of every position to itself and all before it, or to the last `window` of these."""
+    """Attention of every position to itself and all before it, or to the last `window` of these.
+
+    With a `cap` on scores it has one form, whatever the backend.
+    """
+    if cap is not None:
+        return capped_attention(q_BHTD, k_BGTD, v_BGTD, window or k_BGTD.shape[2], cap)
     if window is not None and window < k_BGTD.shape[2]:
         return _within_window(q_BHTD, k_BGTD, v_BGTD, backend, dropout, window)
     if backend == "reference":
@@ -241,11 +248,15 @@ def _within_window(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, backend: str,
     return window_attention(q_BHTD, k_BGTD, v_BGTD, window=window, kernel=window_kernel(backend, q_BHTD))
 
 
-def masked_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS: Tensor | None) -> Tensor:
+def masked_attention(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS: Tensor | None, cap: float | None = None
+) -> Tensor:
     """Attention to the visible ones of S positions, for a cache; None: to all of them.
 
     Queries of one group are arranged like positions, because kernels with masks do not support groups.
     """
+    if cap is not None:
+        return capped_attention(q_BHTD, k_BGSD, v_BGSD, None if visible_BTS is None else visible_BTS[:, None], cap)
     batch, heads, _, size = q_BHTD.shape
     groups = k_BGSD.shape[1]
     if visible_BTS is not None:
@@ -253,6 +264,60 @@ def masked_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS
     q_BGXD = q_BHTD.reshape(batch, groups, -1, size)
     y_BGXD = F.scaled_dot_product_attention(q_BGXD, k_BGSD, v_BGSD, attn_mask=visible_BTS)
     return y_BGXD.reshape(q_BHTD.shape)  # a copy, if the kernel returns another layout
+
+
+class _Capped(torch.autograd.Function):
+    """Keeps queries, keys and values; backward computes the scores again, as they take more memory than all else."""
+
+    @staticmethod
+    def forward(ctx, q_BGXTD, k_BGSD, v_BGSD, visible, cap):
+        ctx.save_for_backward(q_BGXTD, k_BGSD, v_BGSD, None if isinstance(visible, int) else visible)
+        ctx.window, ctx.cap = visible, cap
+        share_BGXTS, _ = _capped_shares(q_BGXTD, k_BGSD, visible, cap)
+        return (share_BGXTS.to(v_BGSD.dtype).flatten(2, 3) @ v_BGSD).view_as(q_BGXTD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_BGXTD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q_BGXTD, k_BGSD, v_BGSD, visible = ctx.saved_tensors
+        visible = ctx.window if visible is None else visible
+        share_BGXTS, bent_BGXTS = _capped_shares(q_BGXTD, k_BGSD, visible, ctx.cap)
+        q_BGRD, dy_BGRD = q_BGXTD.flatten(2, 3), dy_BGXTD.flatten(2, 3)
+        dscore = (dy_BGRD @ v_BGSD.transpose(-1, -2)).view_as(share_BGXTS).to(share_BGXTS.dtype)
+        dscore -= (dscore * share_BGXTS).sum(-1, keepdim=True)
+        dscore *= share_BGXTS * (1 - bent_BGXTS.square()) / q_BGXTD.shape[-1] ** 0.5
+        dscore_BGRS = dscore.flatten(2, 3).to(k_BGSD.dtype)
+        dv_BGSD = share_BGXTS.flatten(2, 3).to(dy_BGRD.dtype).transpose(-1, -2) @ dy_BGRD
+        dq_BGXTD = (dscore_BGRS @ k_BGSD).view_as(q_BGXTD)
+        return dq_BGXTD, dscore_BGRS.transpose(-1, -2) @ q_BGRD, dv_BGSD, None, None
+
+
+def _capped_shares(q_BGXTD: Tensor, k_BGSD: Tensor, visible: Tensor | int | None, cap: float) -> tuple[Tensor, Tensor]:
+    """(softmax, tanh) of scores, at least in fp32."""
+    scores = (q_BGXTD.flatten(2, 3) @ k_BGSD.transpose(-1, -2)).unflatten(2, q_BGXTD.shape[2:4])
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    bent_BGXTS = torch.tanh(scores * (q_BGXTD.shape[-1] ** -0.5 / cap))
+    capped = cap * bent_BGXTS
+    if isinstance(visible, int):
+        visible = window_mask(q_BGXTD.shape[3], k_BGSD.shape[2], visible, capped.device)
+    if visible is not None:
+        capped = capped.masked_fill(~visible, float("-inf"))
+    return torch.softmax(capped, dim=-1), bent_BGXTS
+
+
+def capped_attention(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible: Tensor | int | None, cap: float
+) -> Tensor:
+    """Attention with cap·tanh(score / cap) in the place of scores.
+
+    `visible`: a mask [B, 1, T, S], or the last positions that each one sees; None is all.
+    """
+    kind = q_BHTD.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_BHTD.dtype
+    q_BGXTD = q_BHTD.to(dtype).unflatten(1, (k_BGSD.shape[1], -1))
+    if isinstance(visible, Tensor):
+        visible = visible[:, :, None]
+    return _Capped.apply(q_BGXTD, k_BGSD.to(dtype), v_BGSD.to(dtype), visible, cap).flatten(1, 2)  # pyright: ignore
 
 
 def window_kernel(backend: str, x: Tensor) -> str:

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatout.ops.attention import trial_inputs, varlen_attention, window_mask
+from flatout.ops.attention import capped_attention, trial_inputs, varlen_attention, window_mask
 from flatout.ops.reference import IGNORED, attention_reference
 
 BY_BOUNDS = ("flash", "fa4")
@@ -295,10 +295,19 @@ def _places(targets_N: npt.NDArray[np.int64], unit: int) -> npt.NDArray[np.int64
 
 
 def document_attention(
-    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, layout: DocumentLayout, *, backend: str, window: int | None = None
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    layout: DocumentLayout,
+    *,
+    backend: str,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attention of every token to itself and those before it in its document, or to the last `window` of these."""
     window = None if window is None or window >= layout.longest else window
+    if cap is not None:
+        return capped_attention(q_BHTD, k_BGTD, v_BGTD, _near(layout.visible_B1TS, window), cap)
     if backend in BY_BOUNDS:
         longest = _rounded(layout.longest, _STEP)
         return varlen_attention(q_BHTD, k_BGTD, v_BGTD, layout.bounds_E, longest, kernel=backend, window=window)

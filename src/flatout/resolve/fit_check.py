@@ -1,13 +1,11 @@
-"""Whether a run fits its device and its disk: what a step needs, refusals with a way out, out of memory in words.
+"""Whether a run fits its device and its disk: what a step needs, refusals with a way out.
 
 Ways out are words for the command line, each checked by the same estimate: switches that leave what is learned as it
 is, and a shorter context.
 """
 
-import contextlib
 import dataclasses
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,8 +13,8 @@ from typing import Any
 
 from flatout.config.schema import RunConfig, windows_of_steps
 from flatout.data.batch import TrainingData
-from flatout.device import Device, is_out_of_memory
-from flatout.errors import DeviceMemoryError, DoesNotFitError, ResourceError, in_gib
+from flatout.device import Device
+from flatout.errors import DoesNotFitError, ResourceError, in_gib
 from flatout.finding import Status
 from flatout.model.count import MemoryEstimate
 from flatout.resolve.memory import memory_of
@@ -94,32 +92,6 @@ def check_disk(folder: Path, checkpoint: int, checkpoints: int, *, beside: int =
 
 
 BESIDE_KEPT = 2  # checkpoints beside those that are kept: the best one, and the one that is being written
-
-
-@contextlib.contextmanager
-def out_of_memory() -> Iterator[None]:
-    """Turns the device running out of memory into an error with a way out."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise memory_error(error) from error
-
-
-def memory_error(error: RuntimeError) -> DeviceMemoryError:
-    return DeviceMemoryError(
-        f"out of device memory: {first_sentence(error)}",
-        "lower speed.micro_batch (the global batch stays), set speed.checkpointing=full, or let `flatout tune` find "
-        "what fits",
-    )
-
-
-def first_sentence(error: RuntimeError) -> str:
-    """What torch says of the failed allocation, without the advice that follows it."""
-    text = re.sub(r"^\[enforce fail [^]]*\][ .]*", "", " ".join(str(error).split()))  # how the CPU's allocator begins
-    tried = re.search(r"[Tt]ried to allocate [\d.]+ \w+", text)
-    return text.partition(". ")[0].removesuffix(".") + (f", {tried.group().lower()}" if tried else "")
 
 
 # --- ways out ---------------------------------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from flatout.config.source import IN_PYTHON, Source
 from flatout.config.unused import check_used
 from flatout.data.array_data import Arrays, open_arrays
 from flatout.data.batch import TrainingData, check_evaluable
-from flatout.data.chat_template import ChatTemplate
-from flatout.data.masking import stops_of
+from flatout.data.chat_template import ChatTemplate, stops_of
 from flatout.data.pack import Progress
 from flatout.data.plan import limits_of
 from flatout.data.prepare import as_prepared, has_dataset

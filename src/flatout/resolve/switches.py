@@ -38,6 +38,8 @@ def attention(case: SwitchContext) -> Answer:
 
 def _backend(case: SwitchContext) -> tuple[str, str]:
     asked, device, precision = case.asked.attention, case.device, case.used.precision
+    if case.model.attention_cap is not None:
+        return "reference", "" if asked == "reference" else "no other kernel has a cap (model.attention_cap)"
     if asked in ("reference", "sdpa"):
         return asked, ""
     if not case.model.attends:
@@ -169,6 +171,8 @@ def _kernels(case: SwitchContext) -> Answer:
         return Answer("torch", "they know no 4-bit weights")
     if case.own_model:
         return Answer("torch", FROM_PYTHON)
+    if case.model.beyond_kernels:
+        return Answer("torch", f"they do not know {', '.join(case.model.beyond_kernels)}")
     reason = case.no_triton or _adapters_beyond_kernels(case)
     if reason is None and asked.kernels == "auto":
         if asked.compile not in ("auto", "off"):

@@ -111,6 +111,7 @@ def read_request(raw: bytes, *, chat: bool) -> Asked:
         raise Refused(f"{texts} texts in one request; at most {MOST_TEXTS}", "n")
     count = whole["max_completion_tokens"] or whole["max_tokens"] or (None if chat else 16)
     work = {
+        "stream": body.get("stream", False),
         "messages": messages,
         "prompts": prompts,
         "n": n,
@@ -130,7 +131,7 @@ def read_request(raw: bytes, *, chat: bool) -> Asked:
     }
     usage = options.get("include_usage", False)
     running = options.get("continuous_usage_stats", False)
-    return Asked(chat, body.get("model"), body.get("stream", False), usage, usage and running, texts, work)
+    return Asked(chat, body.get("model"), work["stream"], usage, usage and running, texts, work)
 
 
 def _check(right: bool, name: str, rule: str) -> None:

@@ -1,13 +1,17 @@
 """The process that decodes. It reads requests from its standard input and writes events to its standard output.
 
 Every message is a line of JSON. A thread reads requests and turns their prompts into tokens, so a long prompt does not
-keep the device waiting; the main thread steps the engine and turns tokens into text. A text's events are joined, at
-most 20 a second. The process ends with its input, so it never outlives the server.
+keep the device waiting; the main thread steps the engine and turns tokens into text, all tokens of an event at once.
+A stream's events are joined, at most 20 a second; other texts have one at their beginning and one at their end. The
+process ends with its input, so it never outlives the server.
 """
 
+import copy
 import dataclasses
+import gc
 import json
 import logging
+import math
 import os
 import queue
 import sys
@@ -19,6 +23,7 @@ from typing import Any
 
 from flatout.data.chat_template import TemplateRefusal
 from flatout.data.library_tokenizers import ModelTokenizer
+from flatout.device import out_of_memory
 from flatout.errors import UsageError, UserError
 from flatout.front.models import LoadedModel, load_model, template_of
 from flatout.front.texts import chat_prompt
@@ -26,11 +31,11 @@ from flatout.generation.engine import Engine, TextRequest, fitting_rows, no_prob
 from flatout.generation.pieces import TextPieces
 from flatout.generation.sampling import Sampling
 from flatout.model.gpt import GPT
-from flatout.resolve.fit_check import out_of_memory
 from flatout.serving.fields import Refused
 
 EVERY = 0.05  # seconds between two events of a text
-_LOOK = 0.02  # seconds between two looks at what was decoded, so that the next step is launched in time
+_LOOK = 0.002  # seconds between two looks at what was decoded
+_AT_ONCE = 4  # texts that a look turns into events at least; few, so that the next step is launched in time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +50,31 @@ class Prepared:
 class Text:
     """One text of a request: tokens in, events out."""
 
-    def __init__(self, id: str, choice: int, request: TextRequest, stops: list[str], loaded: LoadedModel) -> None:
-        self.id, self.choice, self.request, self.stops = id, choice, request, stops
+    def __init__(self, id: str, choice: int, request: TextRequest, asked: dict[str, Any], loaded: LoadedModel) -> None:
+        self.id, self.choice, self.request = id, choice, request
+        self.streams: bool = asked["stream"]
+        self.stops: list[str] = asked["stop"]
+        # A whole text is read at its end, unless a stop string may end it, or its entries would be many at once.
+        self.every = EVERY if self.streams or self.stops or request.logprobs is not None else math.inf
         self.tokenizer, self.pieces = loaded.tokenizer, TextPieces(loaded.tokenizer)
         self.read = 0  # tokens
         self.held = ""  # text that may still become a stop string, or waits for the next event
         self.given = 0  # characters
         self.entries: list[dict[str, Any]] = []  # log-probabilities that wait with it
         self.reason: str | None = None
-        self.sent_at = 0.0
+        self.due = 0.0  # when it is looked at again, unless it ends
 
     def take(self) -> None:
-        """Reads the tokens that are new."""
+        """Reads the tokens that are new: all at once, or one by one where it matters which of them a place is in."""
         request = self.request
+        tokens = request.made[self.read :]
+        if request.logprobs is None and tokens:
+            before = copy.copy(self.pieces) if self.stops else self.pieces
+            piece = self.pieces.add(*(tokens[:-1] if tokens[-1] in request.stops else tokens))
+            if any(stop in self.held + piece for stop in self.stops):
+                self.pieces = before
+            else:
+                self.held, self.read = self.held + piece, len(request.made)
         while self.reason is None and self.read < len(request.made):
             token = request.made[self.read]
             self.read += 1
@@ -104,9 +121,8 @@ class Text:
 
 
 class Decoder:
-    def __init__(
-        self, loaded: LoadedModel, rows: int | None, invariant: bool, send: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, rows: int | None, invariant: bool, send: Callable[..., None]) -> None:
+        """`send` gets messages, as many as there are."""
         if loaded.from_python or not isinstance(loaded.model, GPT):
             raise UsageError(
                 f"{loaded.origin} is a model from Python, which has no cache to decode with", "serve another"
@@ -203,28 +219,37 @@ class Decoder:
     def run(self) -> None:
         looked = 0.0
         while True:
-            self._report()
             while not self.inbox.empty() or not self.engine.busy:
                 if (item := self.inbox.get()) is None:
                     return
                 self._take(item)
             with out_of_memory():
                 self.engine.step()
-            now = time.monotonic()
-            if now < looked + _LOOK and self.engine.busy:
-                continue
-            looked = now
-            for texts in list(self.texts.values()):
-                for text in texts:
-                    self._advance(text, now)
-                if all(text.reason for text in texts):
-                    self._forget(texts[0].id)
+            if (now := time.monotonic()) >= looked + _LOOK or not self.engine.busy:
+                self._look(now, now - looked)
+                looked = now
+
+    def _look(self, now: float, passed: float) -> None:
+        """Sends what is due. While the engine is busy, what is due at once is spread over several looks."""
+        due = [
+            text
+            for texts in self.texts.values()
+            for text in texts
+            if text.request.ended or (text.due <= now and len(text.request.made) > text.read)
+        ]
+        if self.engine.busy:
+            due.sort(key=lambda text: text.due)
+            del due[_AT_ONCE + int(len(due) * passed / EVERY) :]
+        messages = [self._advance(text, now) for text in due]
+        messages.append(self._report(now))
+        if messages := [message for message in messages if message is not None]:
+            self.send(*messages)
 
     def _take(self, item: Prepared | str) -> None:
         if isinstance(item, str):
-            for text in self.texts.get(item, []):
+            for text in self.texts.pop(item, []):
+                self.tokens += len(text.request.made) - text.read
                 self.engine.cancel(text.request)
-            self._forget(item)
             return
         asked = item.asked
         sampling = Sampling(**asked["sampling"])
@@ -241,37 +266,36 @@ class Decoder:
                     slides=False,
                     logprobs=asked["logprobs"],
                 )
-                texts.append(Text(item.id, len(texts), self.engine.add(request), asked["stop"], self.loaded))
+                texts.append(Text(item.id, len(texts), self.engine.add(request), asked, self.loaded))
 
-    def _advance(self, text: Text, now: float) -> None:
-        if text.reason is not None:
-            return
+    def _advance(self, text: Text, now: float) -> dict[str, Any] | None:
         before = text.read
         text.take()
         self.tokens += text.read - before
         if text.reason is not None and not text.request.ended:
             self.engine.cancel(text.request)
-        if text.reason == "broken":
-            self.send({"id": text.id, "failed": no_probabilities().message})
-        elif (text.reason or now - text.sent_at >= EVERY) and (event := text.event()):
-            text.sent_at = now
-            self.send(event)
+        event = text.event() if text.reason or text.streams or not text.given else None
+        text.due = now + (text.every if text.given else EVERY)
+        if text.reason is not None:
+            self.texts[text.id].remove(text)
+            if not self.texts[text.id]:
+                del self.texts[text.id]
+        return {"id": text.id, "failed": no_probabilities().message} if text.reason == "broken" else event
 
-    def _forget(self, id: str) -> None:
-        self.texts.pop(id, None)
-
-    def _report(self) -> None:
+    def _report(self, now: float) -> dict[str, Any] | None:
         """The numbers for /metrics, when they have changed."""
+        if now - self.stats_at < EVERY and self.engine.busy:
+            return None
         stats = {
             "running": len(self.engine.live),
             "waiting": len(self.engine.waiting),
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.tokens,
         }
-        now = time.monotonic()
-        if stats != self.stats and (now - self.stats_at >= EVERY or not self.engine.busy):
-            self.stats, self.stats_at = stats, now
-            self.send({"stats": stats})
+        if stats == self.stats:
+            return None
+        self.stats, self.stats_at = stats, now
+        return {"stats": stats}
 
 
 def main() -> int:
@@ -279,11 +303,11 @@ def main() -> int:
     os.dup2(2, 1)  # what a library prints must not be read as a message
     lock = threading.Lock()
 
-    def send(message: dict[str, Any]) -> None:
-        line = json.dumps(message, allow_nan=False).encode() + b"\n"
+    def send(*messages: dict[str, Any]) -> None:
+        lines = "".join(f"{json.dumps(message, allow_nan=False)}\n" for message in messages).encode()
         with lock:
-            while line:
-                line = line[output.write(line) :]
+            while lines:
+                lines = lines[output.write(lines) :]
 
     asked = json.loads(sys.stdin.buffer.readline())
     try:
@@ -301,6 +325,8 @@ def main() -> int:
         finally:
             decoder.inbox.put(None)
 
+    gc.freeze()  # or else all of torch's objects are visited again and again, for a tenth of a second each time
+    sys.setswitchinterval(0.0005)  # the main thread gets on while a prompt is read
     threading.Thread(target=read, daemon=True).start()
     send({"ready": decoder.describe()})
     try:

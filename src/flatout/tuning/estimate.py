@@ -31,6 +31,7 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.config.sections import keeps_best
+from flatout.device import out_of_memory
 from flatout.engine.evaluate import evaluate
 from flatout.engine.run import Run
 from flatout.engine.saver import Saver
@@ -41,7 +42,6 @@ from flatout.generation.engine import generate_tokens
 from flatout.generation.sampling import Sampling
 from flatout.model.count import LayerRow, parameter_count, table_count
 from flatout.resolve.checks import check_memory
-from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.length import Visits, visits_of
 from flatout.resolve.memory import checkpoint_size, layers_of, trained_count
 from flatout.resolve.plan import RunPlan

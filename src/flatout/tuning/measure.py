@@ -36,14 +36,13 @@ import torch
 from flatout import device
 from flatout.config.load import LoadedConfig
 from flatout.data.batch import Schedule
-from flatout.device import Device
+from flatout.device import Device, out_of_memory
 from flatout.engine.loop import train_loop
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, StepReport
 from flatout.errors import ConfigError, DeviceMemoryError, DivergedError, HardwareError, ResourceError
 from flatout.model.quantize import QuantizedWeight
 from flatout.records import EvalRecord, StepRecord
-from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.resolve import planned
 from flatout.tuning.changes import with_values
 from flatout.world import World

@@ -48,7 +48,7 @@ from torch.profiler import ProfilerActivity, record_function
 import flatout
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.source import DEFAULT, IN_PYTHON
-from flatout.device import Device, peak_memory_bytes
+from flatout.device import Device, out_of_memory, peak_memory_bytes
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.engine.step import TrainStep
@@ -59,7 +59,7 @@ from flatout.model.count import parameter_count
 from flatout.model.protocol import LanguageModel
 from flatout.records import SLOW_RANK, slowest_over_median
 from flatout.resolve.case import Probes, ShardingChoice
-from flatout.resolve.fit_check import memory_on, out_of_memory
+from flatout.resolve.fit_check import memory_on
 from flatout.resolve.switches import resolve_speed
 from flatout.tuning.bottleneck import STEP, Diagnosis, Kernel, Measurements, Range, TraceFacts, judge, read_trace
 from flatout.world import Reducer

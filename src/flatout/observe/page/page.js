@@ -208,6 +208,7 @@ const SECTIONS = [
   { id: "differences", title: "Differences", show: showDifferences, part: () => 0 },
   { id: "eigenstates", short: "Eigenstates", title: "What eigenstates remember", show: showEigenstates },
   { id: "speed", short: "Speed", title: "Speed and memory", show: showSpeed },
+  { id: "tasks", title: "Tasks", show: showTasks, part: (run) => run.tasks },
   { id: "time", short: "Time", title: "Where the time went", show: showTime },
   { id: "machine", title: "Machine" },
   { id: "samples", title: "Samples", show: showSamples },

@@ -204,6 +204,14 @@ function showSpeed({ runs }) {
   return [...cards, note];
 }
 
+function showTasks({ runs }) {
+  const rowsOf = (run) => run.tasks.map(([label, value, note]) => [label, noted(value, note)]);
+  if (!runs.some((run) => run.tasks.length)) return null;
+  const rows = runs.length === 1 ? factTable(rowsOf(runs[0]))
+    : besideTable("Tasks of all runs", runs, joined(runs, rowsOf), false);
+  return card(soft("Scores with one standard error."), rows);
+}
+
 function showTime({ runs }) {
   const bars = (run, number) => {
     if (!run.time.parts.length) return card(soft("Nothing was timed yet."));

@@ -83,14 +83,14 @@ def _store_gates(h, weight_ptr, gates_ptr, row, k, count, stride, INPUTS: tl.con
 
 @triton.jit
 def _finished(
-    total, value, n, w_scale_ptr, bias_ptr, cap, N: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr,
+    total, value, n, unit, w_scale_ptr, bias_ptr, cap, N: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a product [..., outputs] with scale, bias, activation and cap; `value` is swiglu's second half."""
+    """Sums of a product [..., outputs] with scales, bias, activation and cap; `value` is swiglu's second half."""
     if INT8:
-        total *= tl.load(w_scale_ptr + n, n < N, 0.0)
+        total *= tl.load(w_scale_ptr + n, n < N, 0.0) * unit
         if ACT == 3:
-            value *= tl.load(w_scale_ptr + N + n, n < N, 0.0)
+            value *= tl.load(w_scale_ptr + N + n, n < N, 0.0) * unit
     if BIAS:
         total += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
         if ACT == 3:
@@ -123,24 +123,64 @@ def _weights(w_ptr, n, N: tl.constexpr, K: tl.constexpr, INT8: tl.constexpr, ACT
 
 
 @triton.jit
-def _sums(w, h, INT8: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Products of each row of weights with `h`, summed."""
+def _sums(w, h, INT8: tl.constexpr, INLINE: tl.constexpr):
+    """Products of each row of weights with `h`, summed; `h` is a row, or the digits of one."""
     if INT8:
-        # Bytes become fp32 by bits: 2^23 + 128 + the number, as conversions take several times as long.
-        even, odd = tl.split(tl.reshape(h, (BLOCK_K // 4, 2, 2)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        w = w.to(tl.uint32, bitcast=True) ^ 0x80808080
-        made = _byte(w, 0) * first[None, :] + _byte(w, 8) * second[None, :]
-        made += _byte(w, 16) * third[None, :] + _byte(w, 24) * fourth[None, :]
-        return tl.sum(made, 1)
+        total = _of_fours(_times_four(w, h[0][None, :], INLINE))
+        total += 256.0 * _of_fours(_times_four(w, h[1][None, :], INLINE))
+        if len(h) > 2:
+            total += 65536.0 * _of_fours(_times_four(w, h[2][None, :], INLINE))
+        return tl.sum(total, 1)
     else:
         return tl.sum(w.to(tl.float32) * h[None, :], 1)
 
 
 @triton.jit
-def _byte(w, shift: tl.constexpr):
-    return (((w >> shift) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+def _times_four(a, b, INLINE: tl.constexpr):
+    """Sums of the products of four bytes, which one instruction makes; Triton's interpreter does not have it."""
+    if INLINE:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    total = ((a << 24) >> 24) * ((b << 24) >> 24)
+    for shift in tl.static_range(0, 24, 8):
+        total += ((a << shift) >> 24) * ((b << shift) >> 24)
+    return total
+
+
+@triton.jit
+def _of_fours(x):
+    """Sums of four neighbours in fp32. They are below 2^22, so bits make the number: a conversion takes longer."""
+    sums = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4)), 2)
+    return (sums + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _digits(h, TYPE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A row as whole numbers of 24 bits, or 16 for narrow types: (digits of 8 bits, four channels in each value), unit.
+
+    16 bits round to a 65,000th of the row's largest value, bf16 to a 256th of each.
+    """
+    most: tl.constexpr = 8323072.0 if tl.float32 == TYPE else 32512.0
+    largest = tl.maximum(tl.reduce(tl.abs(h), 0, _larger), 1e-30, propagate_nan=tl.PropagateNan.ALL)
+    whole = tl.floor(h * tl.div_rn(most, largest) + 0.5).to(tl.int32)
+    above = (whole + 128) >> 8
+    unit = tl.div_rn(largest, most)
+    if tl.float32 == TYPE:
+        return (_packed(whole, BLOCK_K), _packed(above, BLOCK_K), _packed((above + 128) >> 8, BLOCK_K)), unit
+    else:
+        return (_packed(whole, BLOCK_K), _packed(above, BLOCK_K)), unit
+
+
+@triton.jit
+def _packed(x, BLOCK_K: tl.constexpr):
+    """The lowest bytes of four neighbours side by side."""
+    return tl.sum(tl.reshape(x & 0xFF, (BLOCK_K // 4, 4)) << (8 * tl.arange(0, 4))[None, :], 1)
 
 
 @triton.jit
@@ -150,7 +190,7 @@ def _of_one_row(
     N: tl.constexpr, K: tl.constexpr, NORMED: tl.constexpr, BRANCH: tl.constexpr, SCALED: tl.constexpr,
     MIXED: tl.constexpr, CENTRED: tl.constexpr, WEIGHTED: tl.constexpr, NORM_BIAS: tl.constexpr, GATES: tl.constexpr,
     GATE_INPUTS: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr,
-    TYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    TYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
     """The product of one row, element by element. Every program computes the norm for itself.
 
@@ -173,27 +213,19 @@ def _of_one_row(
     if GATES > 0:  # noqa: SIM102 - known when it is compiled
         if first == 0:
             _store_gates(h, gate_weight_ptr, gates_ptr, 0, k, counted, gate_stride, GATE_INPUTS, GATES)
-    _store_outputs(
-        w, value_w, h, first + block, w_scale_ptr, bias_ptr, out_ptr, cap, N, INT8, BIAS, ACT, CAPPED, BLOCK_K
-    )
-    for start in tl.range(first + stride, N, stride, num_stages=AHEAD):
-        w, value_w = _weights(w_ptr, start + block, N, K, INT8, ACT, BLOCK_K)
-        _store_outputs(
-            w, value_w, h, start + block, w_scale_ptr, bias_ptr, out_ptr, cap, N, INT8, BIAS, ACT, CAPPED, BLOCK_K
-        )
-
-
-@triton.jit
-def _store_outputs(
-    w, value_w, h, n, w_scale_ptr, bias_ptr, out_ptr, cap, N: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr,
-    ACT: tl.constexpr, CAPPED: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    total = _sums(w, h, INT8, BLOCK_K)
-    value = total
-    if ACT == 3:
-        value = _sums(value_w, h, INT8, BLOCK_K)
-    total = _finished(total, value, n, w_scale_ptr, bias_ptr, cap, N, INT8, BIAS, ACT, CAPPED)
-    tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), n < N)
+    unit = 1.0
+    if INT8:
+        h, unit = _digits(h, TYPE, BLOCK_K)
+    for start in range(first, N, stride):  # the next block is fetched before this one is used
+        next_w, next_value_w = _weights(w_ptr, start + stride + block, N, K, INT8, ACT, BLOCK_K)
+        n = start + block
+        total = _sums(w, h, INT8, INLINE)
+        value = total
+        if ACT == 3:
+            value = _sums(value_w, h, INT8, INLINE)
+        total = _finished(total, value, n, unit, w_scale_ptr, bias_ptr, cap, N, INT8, BIAS, ACT, CAPPED)
+        tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), n < N)
+        w, value_w = next_w, next_value_w
 
 
 @triton.jit
@@ -215,6 +247,25 @@ def _settle(
     if GATES > 0:
         _store_gates(h.to(tl.float32), gate_weight_ptr, gates_ptr, row, k, counted, gate_stride, GATE_INPUTS, GATES)
     tl.store(h_ptr + row.to(tl.int64) * K + k, h, k < K)
+
+
+@triton.jit
+def _int8_rows(
+    x_ptr, w_ptr, scale_ptr, out_ptr, rows, N: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The product of several rows by 8-bit weights, which become the inputs' type on the way."""
+    n, r = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    total = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
+    _wait(EARLY)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w = tl.load(w_ptr + n.to(tl.int64)[:, None] * K + k[None, :], (n < N)[:, None] & (k < K)[None, :], 0)
+        x = tl.load(x_ptr + r[None, :] * K + k[:, None], (r < rows)[None, :] & (k < K)[:, None], 0.0)
+        total = tl.dot(w.to(x.dtype), x, total)
+    total *= tl.load(scale_ptr + n, n < N, 0.0)[:, None]
+    made = tl.trans(total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + r[:, None] * N + n[None, :], made, (r < rows)[:, None] & (n < N)[None, :])
 
 
 class Weights(NamedTuple):
@@ -304,22 +355,28 @@ def product(
     tensors, numbers, flags = _source(source, gates, out_RN)
     scale_N = out_RN if weights.scale_N is None else weights.scale_N
     int8, doubled = weights.scale_N is not None, activation == "swiglu"
-    block, programs = _blocks(outputs, whole * (2 if doubled else 1), int8=int8)
+    block, programs, warps = _blocks(outputs, whole, int8=int8, doubled=doubled)
     _of_one_row[(programs, 1)](
         *tensors, matrix.view(torch.int32) if int8 else matrix, scale_N, out_RN if bias is None else bias, out_RN,
         **numbers, **flags, cap=cap, stride=programs * block, N=outputs, K=inputs, INT8=int8, BIAS=bias is not None,
         ACT=ACTIVATIONS[activation], CAPPED=cap > 0.0, TYPE=_TYPES[dtype], BLOCK_N=block, BLOCK_K=whole,
-        AHEAD=3 if int8 else 1, num_warps=4, **launch,
+        INLINE=matrix.is_cuda, num_warps=warps, **launch,
     )  # fmt: skip
     return out_RN
 
 
-def _blocks(outputs: int, inputs: int, *, int8: bool) -> tuple[int, int]:
-    """(outputs at once, programs) for a product of one row: what was fastest on an H200 (`lab/decode.jsonl`)."""
-    few = 1 << max(0, (outputs // 288).bit_length() - 1)
-    block = min(16, few, max(1, 8192 // inputs))
-    programs = int(triton.cdiv(outputs, block))
-    return block, min(programs, 528) if int8 or inputs >= 4096 else programs
+def _blocks(outputs: int, inputs: int, *, int8: bool, doubled: bool) -> tuple[int, int, int]:
+    """(outputs at once, programs, warps) of a product of one row: the fastest on an H200 (`lab/products.jsonl`)."""
+    width = inputs * (1 if int8 else 2) * (2 if doubled else 1)  # bytes
+    if outputs >= 16_384 or (int8 and doubled):
+        tile, most, warps = 16_384, 528, 8
+    elif int8 or (inputs > 4096 and not doubled):
+        tile, most, warps = 32_768, 264, 8
+    else:
+        tile, most, warps = 32_768, 1056, 4
+    few = 1 << max(0, (outputs // 192).bit_length() - 1)
+    block = min(16, few, max(1, tile // width))
+    return block, min(int(triton.cdiv(outputs, block)), most), warps
 
 
 def _of_rows(
@@ -342,8 +399,11 @@ def _of_rows(
     bias = None if bias is None else bias.to(dtype)
     if weights.scale_N is None:
         y_RN = F.linear(x_RK.to(dtype), weights.matrix_NK, bias)
+    elif dtype == torch.float32:  # its matrix units would add up in one long sum
+        y_RN = F.linear(x_RK, weights.matrix_NK.to(dtype)) * weights.scale_N
+        y_RN = y_RN if bias is None else y_RN + bias
     else:
-        y_RN = F.linear(x_RK.to(dtype), weights.matrix_NK.to(dtype)) * weights.scale_N
+        y_RN = _int8_product(x_RK.to(dtype), weights.matrix_NK, weights.scale_N, launch)
         y_RN = y_RN if bias is None else y_RN + bias
     if activation == "gelu":
         y_RN = F.gelu(y_RN, approximate="tanh")
@@ -355,6 +415,18 @@ def _of_rows(
     return y_RN if not cap else cap * torch.tanh(y_RN.float() / cap)
 
 
+def _int8_product(x_RK: Tensor, matrix_NK: Tensor, scale_N: Tensor, launch: dict[str, Any]) -> Tensor:
+    (rows, inputs), outputs = x_RK.shape, len(matrix_NK)
+    y_RN = torch.empty(rows, outputs, dtype=x_RK.dtype, device=x_RK.device)
+    at_once = min(64, max(16, int(triton.next_power_of_2(rows))))
+    block = min(64, max(16, 1 << max(0, (outputs // 128).bit_length() - 1)))
+    _int8_rows[(triton.cdiv(outputs, block), triton.cdiv(rows, at_once))](
+        x_RK, matrix_NK, scale_N, y_RN, rows, N=outputs, K=inputs, BLOCK_R=at_once,
+        BLOCK_N=block, BLOCK_K=128, num_warps=4, num_stages=4, **launch,
+    )  # fmt: skip
+    return y_RN
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -364,6 +436,17 @@ def _turned(x, other, cos, sin, ROPE: tl.constexpr):
         return x * cos + other * sin
     else:
         return x
+
+
+@triton.jit
+def _entries(k_ptr, v_ptr, at, end, place, places, window, D: tl.constexpr, SIZE: tl.constexpr):
+    """Keys and values [BLOCK, SIZE] of these places, and which of them are seen."""
+    back = (place - at + places) % places  # tokens ago
+    seen = (at < end) & (back > 0) & (back < window)
+    d = tl.arange(0, SIZE)
+    mask = seen[:, None] & (d < D)[None, :]
+    entry = at.to(tl.int64)[:, None] * D + d[None, :]
+    return tl.load(k_ptr + entry, mask, 0.0), tl.load(v_ptr + entry, mask, 0.0), seen
 
 
 @triton.jit
@@ -381,10 +464,21 @@ def _attend(
     other = tl.where(d < half, d + half, d - half)
     head = tl.arange(0, HEADS)  # of this group
     mine = (head < SHARE)[:, None] & inside[None, :]
+
+    # Places of earlier tokens, without the place of the new one. The first block of them is fetched before the wait:
+    # they and the position were written before the kernel ahead of this one began.
+    position = tl.load(pos_ptr + row)
+    k_ptr += (row * G + group) * places * D
+    v_ptr += (row * G + group) * places * D
+    place = position % places
+    filled = tl.minimum(position, places).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(filled, PARTS), BLOCK) * BLOCK
+    end = tl.minimum(part * share + share, filled)
+    at = part * share + tl.arange(0, BLOCK)
+    keys, values, seen = _entries(k_ptr, v_ptr, at, end, place, places, window, D, SIZE)
     _wait(EARLY)
 
     # Queries of the group's heads, the new key and the new value.
-    position = tl.load(pos_ptr + row)
     base = qkv_ptr + row * (H + 2 * G) * D
     q_at = base + (group * SHARE + head)[:, None] * D
     k_at = base + (H + group) * D
@@ -417,49 +511,54 @@ def _attend(
     value = value.to(v_ptr.dtype.element_ty)
 
     # The first part begins with the new token, which it also writes.
-    cache = (row * G + group) * places * D
-    place = position % places
-    top = tl.full((HEADS,), -1e30, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    result = tl.zeros((HEADS, SIZE), tl.float32)
     if part == 0:
-        tl.store(k_ptr + cache + place * D + d, key, inside)
-        tl.store(v_ptr + cache + place * D + d, value, inside)
-        top = tl.sum(q * key.to(tl.float32)[None, :], 1) * scale
-        total += 1.0
-        result += value.to(tl.float32)[None, :]
-
-    # Places of earlier tokens, without the place of the new one.
-    filled = tl.minimum(position, places).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(filled, PARTS), BLOCK) * BLOCK
-    end = tl.minimum(part * share + share, filled)
-    step = tl.arange(0, BLOCK)
-    for start in range(part * share, end, BLOCK):
-        at = start + step
-        back = (place - at + places) % places  # tokens ago
-        seen = (at < end) & (back > 0) & (back < window)
-        from_cache = cache + at[:, None] * D + d[None, :]
-        keys = tl.load(k_ptr + from_cache, seen[:, None] & inside[None, :], 0.0)
-        values = tl.load(v_ptr + from_cache, seen[:, None] & inside[None, :], 0.0)
-        if HEADS == 1:
-            scores = tl.sum(keys.to(tl.float32) * q, 1)[None, :]
-        elif EXACT:
-            scores = tl.dot(q, tl.trans(keys.to(tl.float32)), input_precision="ieee")
-        else:
-            scores = tl.dot(q.to(keys.dtype), tl.trans(keys))
-        scores = tl.where(seen[None, :], scores * scale, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weight = tl.where(seen[None, :], tl.exp2(scores - higher[:, None]), 0.0)
-        kept = tl.exp2(top - higher)
-        total = total * kept + tl.sum(weight, 1)
-        if HEADS == 1:
-            added = tl.sum(values.to(tl.float32) * tl.trans(weight), 0)[None, :]
-        elif EXACT:
-            added = tl.dot(weight, values.to(tl.float32), input_precision="ieee")
-        else:
-            added = tl.dot(weight.to(values.dtype), values)
-        result = result * kept[:, None] + added
-        top = higher
+        tl.store(k_ptr + place * D + d, key, inside)
+        tl.store(v_ptr + place * D + d, value, inside)
+    if HEADS == 1:
+        # Each place of a block has sums of its own, so warps exchange nothing until the end.
+        q = tl.sum(q, 0)
+        mine_S = (tl.arange(0, BLOCK) == 0) & (part == 0)
+        top = tl.where(mine_S, tl.sum(q * key.to(tl.float32), 0) * scale, -1e30)
+        total = tl.where(mine_S, 1.0, 0.0)
+        result = tl.where(mine_S[:, None], value.to(tl.float32)[None, :], 0.0)
+        for _ in range(part * share, end, BLOCK):
+            scores = tl.where(seen, tl.sum(keys.to(tl.float32) * q[None, :], 1) * scale, -1e30)
+            higher = tl.maximum(top, scores)
+            weight = tl.where(seen, tl.exp2(scores - higher), 0.0)
+            kept = tl.exp2(top - higher)
+            total = total * kept + weight
+            result = result * kept[:, None] + values.to(tl.float32) * weight[:, None]
+            top = higher
+            at += BLOCK
+            keys, values, seen = _entries(k_ptr, v_ptr, at, end, place, places, window, D, SIZE)
+        highest = tl.max(top, 0)
+        kept = tl.exp2(top - highest)
+        total = tl.sum(total * kept, 0) + tl.zeros((HEADS,), tl.float32)
+        result = tl.sum(result * kept[:, None], 0)[None, :]
+        top = highest + tl.zeros((HEADS,), tl.float32)
+    else:
+        alone = part == 0
+        top = tl.where(alone, tl.sum(q * key.to(tl.float32)[None, :], 1) * scale, -1e30)
+        total = tl.zeros((HEADS,), tl.float32) + tl.where(alone, 1.0, 0.0)
+        result = tl.zeros((HEADS, SIZE), tl.float32) + tl.where(alone, value.to(tl.float32), 0.0)[None, :]
+        for _ in range(part * share, end, BLOCK):
+            if EXACT:
+                scores = tl.dot(q, tl.trans(keys.to(tl.float32)), input_precision="ieee")
+            else:
+                scores = tl.dot(q.to(keys.dtype), tl.trans(keys))
+            scores = tl.where(seen[None, :], scores * scale, -1e30)
+            higher = tl.maximum(top, tl.max(scores, 1))
+            weight = tl.where(seen[None, :], tl.exp2(scores - higher[:, None]), 0.0)
+            kept = tl.exp2(top - higher)
+            total = total * kept + tl.sum(weight, 1)
+            if EXACT:
+                added = tl.dot(weight, values.to(tl.float32), input_precision="ieee")
+            else:
+                added = tl.dot(weight.to(values.dtype), values)
+            result = result * kept[:, None] + added
+            top = higher
+            at += BLOCK
+            keys, values, seen = _entries(k_ptr, v_ptr, at, end, place, places, window, D, SIZE)
     wanted = row * H + group * SHARE + head
     if PARTS > 1:
         out = wanted * PARTS + part
@@ -473,11 +572,16 @@ def _attend(
             each = wanted[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
             alive = (head < SHARE)[:, None]
             tops = tl.load(sums_ptr + each * 2, alive, -1e30, cache_modifier=".cg")
-            factors = tl.exp2(tops - tl.max(tops, 1)[:, None])
-            total = tl.sum(factors * tl.load(sums_ptr + each * 2 + 1, alive, 1.0, cache_modifier=".cg"), 1)
-            at = each[:, :, None] * D + d[None, None, :]
-            parts = tl.load(parts_ptr + at, alive[:, :, None] & inside[None, None, :], 0.0, cache_modifier=".cg")
-            result = tl.sum(factors[:, :, None] * parts, 1) / total[:, None]
+            largest = tl.max(tops, 1)
+            sums = tl.load(sums_ptr + each * 2 + 1, alive, 1.0, cache_modifier=".cg")
+            total = tl.sum(tl.exp2(tops - largest[:, None]) * sums, 1)
+            result = tl.zeros((HEADS, SIZE), tl.float32)
+            for one in tl.static_range(PARTS):
+                where = wanted * PARTS + one
+                factor = tl.exp2(tl.load(sums_ptr + where * 2, head < SHARE, -1e30, cache_modifier=".cg") - largest)
+                made = tl.load(parts_ptr + where[:, None] * D + d[None, :], mine, 0.0, cache_modifier=".cg")
+                result += made * factor[:, None]
+            result = result / total[:, None]
             gate_at = gates_ptr + row * gate_stride + gate_start + group * SHARE + head
             _store_heads(result, y_ptr + wanted[:, None] * D + d[None, :], mine, gate_at, head < SHARE, GATED)
     else:
@@ -517,7 +621,7 @@ def attend(
     """
     rows, groups, places, size = k_RGSD.shape
     share, device = heads // groups, qkv_RC.device
-    parts = _parts(rows * groups, places, device)
+    parts, whole = _parts(rows * groups, places, device), max(16, int(triton.next_power_of_2(size)))
     y_RC = torch.empty(rows, heads * size, dtype=dtype, device=device)
     parts_RHPD = torch.empty(rows, heads, parts, size, device=device)
     sums_RHP2 = torch.empty(rows, heads, parts, 2, device=device)
@@ -532,19 +636,19 @@ def attend(
         size**-0.5 * 1.4426950408889634, eps, qk_scale, places, window or 2**30, cos.stride(0),
         0 if values is None else values.stride(0), 0 if gates_RC is None else gates_RC.stride(0), value_gates,
         H=heads, G=groups, SHARE=share, HEADS=1 if share == 1 else max(16, int(triton.next_power_of_2(share))), D=size,
-        SIZE=max(16, int(triton.next_power_of_2(size))), PARTS=parts, BLOCK=32, ROPE=turn is not None,
+        SIZE=whole, PARTS=parts, BLOCK=32 if share == 1 else 64, ROPE=turn is not None,
         NORMED=norms is not None, WEIGHTED=q_weight is not None, VALUES=values is not None,
         GATED=gates_RC is not None and gates_RC.shape[1] > value_gates,
-        EXACT=k_RGSD.dtype == torch.float32 or not k_RGSD.is_cuda, EARLY=early, num_warps=4,
+        EXACT=k_RGSD.dtype == torch.float32 or not k_RGSD.is_cuda, EARLY=early, num_warps=4 if share == 1 else 8,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return y_RC
 
 
 def _parts(programs: int, places: int, device: torch.device) -> int:
-    """Parts of the cache: enough to fill the device, of 64 places at least."""
-    wanted = max(1, 2 * multiprocessors(device) // programs)
-    return min(int(triton.next_power_of_2(wanted)), 8, max(1, int(triton.next_power_of_2(places)) // 64))
+    """Parts of the cache, of 64 places at least: enough to fill the device, more of a long one."""
+    wanted, room = max(1, 8 * multiprocessors(device) // programs), int(triton.next_power_of_2(places))
+    return max(1, min(1 << (wanted.bit_length() - 1), max(8, room // 128), room // 64))
 
 
 # --- eigenstates ------------------------------------------------------------------------------------------------------

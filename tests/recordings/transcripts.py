@@ -78,6 +78,8 @@ MASKS = [
         (r"(\d\.\d\d)\d( bits/byte)|(bits/byte \d\.\d\d)\d+", r"\1\2\3"),
         (r"\b\d+(\.\d+)? samples/s", "N samples/s"),
         (r"(mean loss [\d.]+ +)\w+", r"\1T"),
+        (r"\b(by at most) [\de.+-]+", r"\1 N"),  # of logits
+        (r"\btransformers \d+\.\d+\.\d+", "transformers VERSION"),
         (r"\(choose from ([^)]*)\)", "(choose from CHOICES)"),  # Python's versions quote them differently
     ]
 ]

@@ -153,6 +153,9 @@ def _write_huggingface(
 def _write_gguf(
     loaded: LoadedModel, model: GPT, target: Path, dtype: str, facts: dict[str, Any], finish: Callable[[Path], None]
 ) -> tuple[str, ...]:
+    if set(model.config.kinds) != {"A"}:  # a model of others: one of ours was refused before
+        what = f"GGUF is written of models with full attention, and this one has model.pattern={model.config.pattern}"
+        raise CheckpointError(what, "export it as a Hugging Face folder: leave --format out")
     described = description_of(model.config, model.vocab, dtype="float32")
     template = template_of(loaded)
     tokens = tokenizer_values(loaded.tokenizer, model.vocab, loaded.stops, template)

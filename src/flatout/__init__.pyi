@@ -35,6 +35,8 @@ from flatout.optim.optimizers import (
 from flatout.front.models import (
     load_model as load_model,
     LoadedModel as LoadedModel,
+)
+from flatout.front.exporting import (
     export as export,
     merge as merge,
     Merged as Merged,

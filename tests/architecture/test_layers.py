@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 LAYERS = [
     {"errors", "shown"},
     {"finding", "records", "config", "files", "launch", "host", "lock"},
-    {"folders", "confined", "pulse", "rows"},
+    {"folders", "confined", "pulse", "rows", "gguf_file"},
     {"device", "world"},
     {"ops", "corpus"},
     {"data", "model", "optim"},

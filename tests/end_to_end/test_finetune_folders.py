@@ -22,7 +22,7 @@ from flatout.data.tokenizer import CharTokenizer
 from flatout.data.tokenizer_files import train_bpe
 from flatout.diagnose.examine import examine
 from flatout.errors import UserError
-from flatout.front import models
+from flatout.front import exporting
 from flatout.generation.engine import generate_tokens
 from flatout.generation.sampling import Sampling
 from flatout.model.adapter_files import read_origin
@@ -487,7 +487,7 @@ def test_adapters_are_written_into_fp16_weights(words):
 
 def test_what_is_said_of_a_tokenizer_is_said_of_a_merge_too(words, monkeypatch, capsys):
     run(words())
-    monkeypatch.setattr(models, "files_beside", lambda *_, **__: ({}, ("a remark of its own",)))
+    monkeypatch.setattr(exporting, "files_beside", lambda *_, **__: ({}, ("a remark of its own",)))
     assert main(["export", "runs/lora", "out"]) == 0
     assert "note: a remark of its own" in capsys.readouterr().out
 

@@ -43,7 +43,16 @@ from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value, shorten
-from flatout.data.chat_template import BUILT_IN, MODEL, ChatTemplate, load_template, read_templates, template_from_json
+from flatout.data.chat_template import (
+    BUILT_IN,
+    MODEL,
+    ChatTemplate,
+    is_there,
+    load_template,
+    read_templates,
+    template_from_json,
+)
+from flatout.data.gguf_files import gguf_files
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.tokenizer import Tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import (
@@ -55,6 +64,7 @@ from flatout.data.tokenizer_files import (
     with_template,
 )
 from flatout.errors import CheckpointError, ConfigError, DataError
+from flatout.gguf_file import is_gguf
 from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, load_into, read_origin, save_adapter
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, choose, ends_with, targets_of
 from flatout.model.adapters import Adapters
@@ -399,7 +409,7 @@ def files_beside(
     the template is the one it was taught with, whatever the base has; None means that it was taught without any.
     """
     folder = None if description is None or is_checkpoint(description.folder) else description.folder
-    files = {} if folder is None else companions(folder)
+    files = {} if folder is None else gguf_files(folder) if is_gguf(folder) else companions(folder)
     notices: tuple[str, ...] = ()
     if folder is None or not _same_tokenizer(folder, tokenizer):
         own, notices = tokenizer_files(tokenizer, context)
@@ -413,7 +423,7 @@ def files_beside(
 
 def _same_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
     try:
-        return (folder / TOKENIZER).is_file() and read_model_tokenizer(folder).fingerprint == tokenizer.fingerprint
+        return is_there(folder / TOKENIZER) and read_model_tokenizer(folder).fingerprint == tokenizer.fingerprint
     except DataError:
         return False
 
@@ -431,7 +441,7 @@ def write_adapter(
     `facts` go into `flatout.json`: base (a hash of its weights), quantize and step. `tensors` are those of that
     step, where training has gone on since.
     """
-    base = str(Path(base).resolve()) if os.path.isdir(base) else base
+    base = str(Path(base).resolve()) if os.path.exists(base) else base
     kept = {name: content for name, content in files.items() if not name.startswith("generation_")}
     save_adapter(adapters, folder, base=base, files=kept, facts=facts, tensors=tensors)
 
@@ -441,6 +451,8 @@ IN_4_BITS = "its base was in 4 bits (NF4), as Flatout loads it again; other prog
 
 def who_loads(name: str, description: Description) -> str | None:
     """A sentence on a base that others cannot load; None where they can. `name` is where it lies."""
+    if is_gguf(description.folder):
+        return "its base is a GGUF file: for PEFT, write that as a folder with `flatout export`"
     if not is_checkpoint(description.folder):
         return None
     if not description.values:

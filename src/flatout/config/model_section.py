@@ -144,7 +144,7 @@ class ModelConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout share in training."""
     init_from: str | None = None
-    """What to start from: a run of ours, or a model's folder or hub name (GPT-2; to fine-tune any)."""
+    """What to start from: a run of ours, or a model's folder, GGUF file or hub name (GPT-2; to fine-tune any)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -30,9 +30,11 @@ from typing import Any, cast, final
 
 from flatout.confined import Child, Exceeded
 from flatout.corpus.document import shown
+from flatout.data.gguf_files import gguf_files
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.errors import DataError
 from flatout.files import leads_outside, parse_json, read_bounded
+from flatout.gguf_file import is_gguf
 
 Messages = Sequence[Mapping[str, Any]]
 Objects = Sequence[Any] | None
@@ -347,7 +349,7 @@ def read_templates(folder: str | Path) -> dict[str, str]:
     for path in (folder / CONFIG, folder / OLD_TEMPLATE):
         found |= _named(object_if_there(path).get("chat_template"), path)
     files = {path.stem: _file_text(path, folder) for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
-    if (folder / TEMPLATE).is_file():
+    if is_there(folder / TEMPLATE):
         files[DEFAULT] = _file_text(folder / TEMPLATE, folder)
     return files or found  # files of their own stand for all of what JSON says
 
@@ -371,8 +373,18 @@ def _named(value: object, path: Path) -> dict[str, str]:
     return {entry["name"]: entry["template"] for entry in value}
 
 
+def is_there(path: Path) -> bool:
+    """Whether a model's folder has a file. A GGUF file in a folder's place has those that its metadata makes."""
+    return path.name in gguf_files(path.parent) if is_gguf(path.parent) else os.path.isfile(path)
+
+
+def file_bytes(path: Path) -> bytes:
+    """The content of a file that is there."""
+    return gguf_files(path.parent)[path.name] if is_gguf(path.parent) else read_bounded(path)
+
+
 def object_if_there(path: Path) -> dict[str, Any]:
-    return json_object(path) if path.is_file() else {}
+    return json_object(path) if is_there(path) else {}
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -392,7 +404,7 @@ def _file_text(path: Path, folder: Path) -> str:
             "put the file itself there, or name the folder it lies in",
         )
     try:
-        return read_bounded(path).decode("utf-8")
+        return file_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{shown(path)} is not UTF-8 at byte {error.start}", "fetch the file again") from error
     except OSError as error:

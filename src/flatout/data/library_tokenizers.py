@@ -42,12 +42,12 @@ from flatout.errors import CheckpointError, DataError
 from flatout.files import MOST_JSON, canonical_json, parse_json, read_bounded
 
 # How GPT-2, GPT-4 and Qwen cut text.
-_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_GPT4 = (
+GPT2_REGEX = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT4_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = frozenset({_GPT2_SPLIT, _GPT4 % r"\p{N}{1,3}", _GPT4 % r"\p{N}"})
+_SPLITS = frozenset({GPT2_REGEX, GPT4_REGEX % r"\p{N}{1,3}", GPT4_REGEX % r"\p{N}"})
 _MOST_GROWTH = 16
 _MOST_PARTS = 32
 _SHORT = 16  # characters of what is put before a text or a piece of it

@@ -19,7 +19,6 @@ number of threads. The last id is `<|endoftext|>`. A corpus that is too small fo
 import functools
 import itertools
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +33,8 @@ from flatout.data.chat_template import (
     TEMPLATE,
     TEMPLATES,
     ChatTemplate,
+    file_bytes,
+    is_there,
     json_object,
     object_if_there,
 )
@@ -48,12 +49,12 @@ from flatout.data.tokenizer import (
     word_segments,
 )
 from flatout.errors import DataError
-from flatout.files import parse_json, read_bounded
+from flatout.files import parse_json
 
 TOKENIZER = "tokenizer.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 def read_model_tokenizer(folder: str | Path) -> ModelTokenizer:
@@ -63,7 +64,7 @@ def read_model_tokenizer(folder: str | Path) -> ModelTokenizer:
     """
     folder = Path(folder)
     path = folder / TOKENIZER
-    if not os.path.isfile(path):
+    if not is_there(path):
         others = [name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).is_file()]
         found = f"; it has {others[0]}, which is of another kind" if others else ""
         raise DataError(
@@ -141,7 +142,7 @@ def _with_added_tokens(content: dict[str, Any], config: dict[str, Any], special:
         if known.get(text, int(number)) != int(number):
             raise ValueError(f"{text!r} has id {known[text]} in {TOKENIZER} and {number} in {CONFIG}")
         if text not in present:
-            flags = {name: bool(entry.get(name, usual)) for name, usual in _FLAGS.items()}
+            flags = {name: bool(entry.get(name, usual)) for name, usual in FLAGS.items()}
             added.append({"id": int(number), "content": text, **flags})
             known[text] = int(number)
             present.add(text)
@@ -151,7 +152,7 @@ def _with_added_tokens(content: dict[str, Any], config: dict[str, Any], special:
     texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in more]
     for text in (*special.values(), *texts):
         if isinstance(text, str) and text in known and text not in present:
-            added.append({"id": known[text], "content": text, **_FLAGS})
+            added.append({"id": known[text], "content": text, **FLAGS})
             present.add(text)
     return {**content, "added_tokens": sorted(added, key=lambda entry: entry["id"])}
 
@@ -314,13 +315,13 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[dict[str, bytes
 def own_tokenizer(folder: Path) -> Tokenizer | None:
     """Our tokenizer that a folder's files were written from, so that its ids are those of our shards; or None."""
     try:
-        config = parse_json(read_bounded(folder / CONFIG))
+        config = parse_json(file_bytes(folder / CONFIG))
         if config.get("auto_map"):  # we write none: `read_model_tokenizer` refuses it
             return None
         described = config.get(OWN)
         if isinstance(described, dict) and described.get("kind") == "huggingface":
-            described["content"] = parse_json(read_bounded(folder / TOKENIZER))
-    except (OSError, ValueError, AttributeError):
+            described["content"] = parse_json(file_bytes(folder / TOKENIZER))
+    except (OSError, KeyError, ValueError, AttributeError):
         return None
     return tokenizer_from_json(described) if isinstance(described, dict) else None
 

@@ -35,7 +35,9 @@ RUNS = word("runs", "a run folder, or a name under runs/; default: the newest ru
 BASE = option("--base", "MODEL", "the model under adapters, where it is not where they say")
 LAST = flag("--last", "use the newest checkpoint instead of the best")
 MODEL = (
-    word("run", "a run, checkpoint, Hugging Face or adapter folder; default: the newest run", nargs="?"),
+    word(
+        "run", "a run, checkpoint, Hugging Face or adapter folder, or a GGUF file; default: the newest run", nargs="?"
+    ),
     BASE,
     LAST,
     Option(("--device",), {"default": "auto", "help": "auto, cpu, mps, cuda or cuda:N"}),
@@ -43,7 +45,7 @@ MODEL = (
 MODELS = (
     word(
         "runs",
-        "a run, checkpoint, Hugging Face or adapter folder, or several to compare; default: the newest run",
+        "a run, checkpoint, Hugging Face or adapter folder or GGUF file, or several; default: the newest run",
         metavar="RUN",
         nargs="*",
     ),
@@ -185,7 +187,7 @@ _ALL = (
             Option(("--system",), {"help": "what the conversation begins with, for models that take it"}),
             *_sampling(500, 0.7, 0.95),
         ),
-        "Talk to a chat model: a fine-tuned run, or a Hugging Face folder.",
+        "Talk to a chat model: a fine-tuned run, a Hugging Face folder or a GGUF file.",
         text="--message",
     ),
     Command(
@@ -211,18 +213,24 @@ _ALL = (
     Command(
         "export",
         verbs_models.export,
-        "write a trained model as a Hugging Face folder, its adapters inside the weights",
+        "write a trained model for other programs: a Hugging Face folder or GGUF, its adapters inside the weights",
         (
-            word("run", "a run, checkpoint or adapter folder"),
-            word("folder", "new folder to write"),
+            word("run", "a run, checkpoint or adapter folder, or a GGUF file"),
+            word("folder", "new folder to write", nargs="?"),
             LAST,
             BASE,
-            choice("--dtype", ("fp32", "bf16", "fp16"), "default: fp32, but bf16 where adapters are merged"),
+            choice(
+                "--format", ("huggingface", "gguf"), "gguf: for llama.cpp, Ollama, LM Studio", default="huggingface"
+            ),
+            choice("--dtype", ("fp32", "bf16", "fp16", "q8_0"), "default: fp32, but bf16 where adapters are merged"),
             flag("--adapter", "adapters alone, as PEFT's folder; default: inside the weights"),
+            option("--check", "FOLDER", "write nothing: check a folder written before against the run"),
+            option("--push", "NAME", "send the folder to the Hugging Face Hub, as the repository org/name"),
             JSON,
         ),
-        "Write a trained model as a folder for Hugging Face tools, with its tokenizer. Adapters are written into the "
-        "weights, and what the rounding left of their update is printed.",
+        "Write a trained model as a folder for Hugging Face tools, or for llama.cpp with --format gguf, with its "
+        "tokenizer. Adapters are written into the weights, and what the rounding left of their update is printed. "
+        "Before the folder appears, its files are loaded again and compared with the model on a held text.",
     ),
     # --- before a run -------------------------------------------------------------------------------------------------
     Command(

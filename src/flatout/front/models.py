@@ -1,8 +1,8 @@
-"""Models in and out, text from them, and their loss: runs, checkpoints, Hugging Face folders and PEFT adapters."""
+"""Models in: runs, checkpoints, Hugging Face folders, GGUF files and PEFT adapters."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flatout.checkpoints.base_and_adapter import (
-    IN_4_BITS,
     adapter_plan,
     base_of,
     build_base,
@@ -18,36 +17,38 @@ from flatout.checkpoints.base_and_adapter import (
     check_own_weights,
     describe_base,
     described_checkpoint,
-    files_beside,
     open_base,
     stored_base,
     stored_quantize,
-    who_loads,
-    write_adapter,
 )
-from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, vocab_in, write_plain
+from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, vocab_in
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
 from flatout.config.load import LoadedConfig, load_stored, with_values
 from flatout.config.source import Source
-from flatout.data.chat_template import ChatTemplate, load_template, read_templates, stops_of, template_from_json
+from flatout.data.chat_template import (
+    ChatTemplate,
+    is_there,
+    load_template,
+    read_templates,
+    stops_of,
+    template_from_json,
+)
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import own_tokenizer, read_model_tokenizer
 from flatout.device import Device, arithmetic, detect_device, out_of_memory
 from flatout.errors import CheckpointError, DataError, UsageError, quoted
-from flatout.files import disk_errors
+from flatout.gguf_file import gguf_at
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model, empty_model
-from flatout.model.hub import DTYPES, Description, description_of, model_type_of, read_description
-from flatout.model.hub_folder import export_huggingface, find_model, load_described
-from flatout.model.merge import Retention
-from flatout.model.merge import merge as merge_adapters
+from flatout.model.hub import Description, read_description
+from flatout.model.hub_folder import find_model, load_described
 from flatout.model.quantize import narrow_linears
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
-from flatout.shown import ShortlyShown, Shown
+from flatout.shown import ShortlyShown
 
 # The rooms of training are imported where they are needed: a first token need not wait for them.
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def load_model(
     model: "ModelFromPython | None" = None,
     weights: str = "fp32",
 ) -> LoadedModel:
-    """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
+    """A model from a run folder (its best checkpoint), a checkpoint, a Hugging Face folder, a GGUF file or an adapter.
 
     Without a path, the newest run under runs/. `base` is the model that adapters were trained on, where their own files
     do not name it, or name a place where it is not. `model` is what `train` was given as `model=`, which no file holds.
@@ -171,7 +172,9 @@ def _load(
     origin = newest_run() if path is None else Path(path)
     found = detect_device(device)
     adapter = (origin / ADAPTER_CONFIG).is_file()
-    theirs = adapter or ((origin / "config.json").is_file() and not is_checkpoint(origin))
+    others = (ADAPTER_CONFIG, "config.json", "manifest.json", "checkpoints")
+    gguf = None if any((origin / name).exists() for name in others) else gguf_at(origin)
+    theirs = adapter or gguf is not None or ((origin / "config.json").is_file() and not is_checkpoint(origin))
     if theirs and model is not None:
         raise UsageError(f"model= is for runs, and {origin} was not trained with it", "leave model= out")
     if theirs and not best:
@@ -184,13 +187,13 @@ def _load(
     if base is not None and theirs:
         raise _no_adapters(origin)
     if theirs:
-        return _load_folder(origin, found)
+        return _load_folder(gguf or origin, found)
     check_seal(origin)  # of a folder that lost its config.json
     return _load_checkpoint(checkpoint_to_load(origin, best=best), found, base, model)
 
 
 def _load_folder(folder: Path, device: Device) -> LoadedModel:
-    """A Hugging Face folder."""
+    """A Hugging Face folder, or a GGUF file."""
     description = read_description(folder)
     tokenizer = _tokenizer_of(description)
     return LoadedModel(
@@ -330,13 +333,13 @@ def _stops_in(folder: Path, tokenizer: Tokenizer, description: Description) -> t
 def _tokenizer_of(description: Description) -> Tokenizer:
     """The tokenizer beside the weights, or GPT-2's own. Models often have some more ids than it, which are not used."""
     path = description.folder / "tokenizer.json"
-    if (description.folder / "tokenizer_config.json").is_file() and path.is_file():
+    if is_there(description.folder / "tokenizer_config.json") and is_there(path):
         tokenizer = own_tokenizer(description.folder) or read_model_tokenizer(description.folder)
     else:
         tokenizer = load_tokenizer(str(path) if path.is_file() else "gpt2", None)
-    fits = tokenizer.vocab <= description.vocab if path.is_file() else tokenizer.vocab == description.vocab
+    fits = tokenizer.vocab <= description.vocab if is_there(path) else tokenizer.vocab == description.vocab
     if not fits:
-        what = "its tokenizer.json" if path.is_file() else "it has no tokenizer.json, and GPT-2's tokenizer"
+        what = "its tokenizer.json" if is_there(path) else "it has no tokenizer.json, and GPT-2's tokenizer"
         raise CheckpointError(
             f"{description.folder} has {description.vocab} token ids; {what} has {tokenizer.vocab}",
             "put the tokenizer.json of this model beside its weights",
@@ -360,176 +363,3 @@ def template_of(model: LoadedModel) -> ChatTemplate | None:
     if model.template is None and folder is not None and others and isinstance(model.tokenizer, ModelTokenizer):
         return load_template("model", folder, model.tokenizer) if read_templates(folder) else None
     return model.template
-
-
-# --- models out -------------------------------------------------------------------------------------------------------
-
-
-MERGED_DTYPE = "bf16"  # what a base is mostly in, and what others load
-
-
-def export(
-    model: LoadedModel | str | Path | None,
-    folder: str | Path,
-    *,
-    dtype: str | None = None,
-    adapter: bool = False,
-    notice: Callable[[str], None] = lambda _: None,
-) -> Path:
-    """Writes a trained model as a Hugging Face folder with its tokenizer, its weights in fp32, bf16 or fp16.
-
-    Adapters are written into the weights, as `merge` does, or with `adapter` alone, as PEFT's folder. Without a dtype
-    it is `merge`'s where there is something to merge, and else fp32, as it was trained. Refused where transformers has
-    no model that computes the same. `notice` hears what cannot be said in files.
-    """
-    if dtype is not None and adapter:
-        raise UsageError("adapters alone are always written in fp32, as PEFT has them", "leave --dtype out")
-    if dtype not in (None, *DTYPES):
-        raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
-    loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
-    if loaded.weights != "fp32":
-        raise UsageError(f"the model was loaded with {loaded.weights} weights", "load it with weights='fp32'")
-    if loaded.from_python:
-        raise CheckpointError(
-            f"{loaded.origin} was trained with a model from Python (model=), and no model of transformers computes it",
-            "save its state_dict() in Python: flatout.load_model(RUN, model=...).model",
-        )
-    adapted = loaded.adapters is not None and not loaded.adapters.detached
-    if adapter and not adapted:
-        raise UsageError(f"{loaded.origin} has no adapters to export", "leave --adapter out")
-    if adapted and not adapter:
-        merged = merge(loaded, folder, dtype=dtype or MERGED_DTYPE, notice=notice)
-        kept = merged.report
-        notice(f"the adapters are merged into the weights, in {dtype or MERGED_DTYPE}; --dtype fp32 rounds nothing")
-        notice(
-            f"the update is {kept.relative_update:.2%} of the weights it changes; {kept.kept:.1%} of it survived the "
-            f"rounding, {kept.unchanged:.1%} of those weights are as before"
-        )
-        return merged.folder
-    target = _new_folder(folder)
-    if adapted:
-        _write_adapter(loaded, target, notice)
-    else:
-        _write_model(loaded, target, dtype or "fp32", notice)
-    return target
-
-
-def _check_exportable(loaded: LoadedModel) -> None:
-    """Refuses a model that no other program has, with the settings or the command that train one which they have."""
-    if loaded.config is None or _described(loaded) is not None:
-        return
-    try:
-        model_type_of(loaded.model.config)
-    except CheckpointError as error:
-        from flatout.resolve.checks import way_to_export
-
-        raise CheckpointError(error.message, way_to_export(loaded.config)) from None
-
-
-def _write_model(loaded: LoadedModel, target: Path, dtype: str, notice: Callable[[str], None]) -> None:
-    assert isinstance(loaded.model, GPT), "checked by the caller"
-    _check_exportable(loaded)
-    files, notices = _files_beside(loaded)
-    with disk_errors(str(target), safe=""):
-        export_huggingface(
-            loaded.model,
-            target,
-            dtype=getattr(torch, DTYPES[dtype]),
-            end_of_text=loaded.tokenizer.end_of_text,
-            source=_described(loaded),
-            files=files,
-        )
-    for line in notices:
-        notice(line)
-
-
-def _write_adapter(loaded: LoadedModel, target: Path, notice: Callable[[str], None]) -> None:
-    assert loaded.adapters is not None, "checked by the caller"
-    assert loaded.description is not None, "adapters have a base"
-    name = loaded.base_name if loaded.config is None else loaded.config.model.init_from
-    name = name or str(loaded.description.folder)
-    facts = {"base": loaded.base, "quantize": loaded.quantize, "step": loaded.step}
-    with disk_errors(str(target), safe=""):
-        write_adapter(loaded.adapters, target, name, _files_beside(loaded)[0], facts)
-    if (limit := who_loads(name, loaded.description)) is not None:
-        notice(limit)
-    if loaded.quantize != "none":
-        notice(IN_4_BITS)
-
-
-def _files_beside(loaded: LoadedModel) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Tokenizer, template and stops of a model, as files for others; what there is to say of them."""
-    description = loaded.description
-    return files_beside(
-        loaded.tokenizer,
-        context=loaded.model.config.context if description is None else description.config.context,
-        description=description,
-        chat=loaded.taught or loaded.template is not None,
-        template=loaded.template,
-        stops=loaded.stops,
-    )
-
-
-def _described(loaded: LoadedModel) -> Description | None:
-    """What config.json is to keep of the model's origin; nothing where that was a shape of ours alone."""
-    return loaded.description if loaded.description is not None and loaded.description.values else None
-
-
-def _new_folder(folder: str | Path) -> Path:
-    if folder == "":  # which a path would take for the folder that we are in
-        raise UsageError("the name of the folder to write is empty", "name a new folder to write into")
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} is a file or not empty", "name a new folder to write into")
-    return target
-
-
-def consolidate(model: str | Path, folder: str | Path) -> Path:
-    """Writes a checkpoint, or the newest of a run, in the plain form: one file for all weights, whoever wrote it.
-
-    The files are byte for byte those that one process would have written of the same values.
-    """
-    checkpoint = read_checkpoint(checkpoint_to_load(Path(model)))
-    target = _new_folder(folder)
-    with disk_errors(str(target), safe=""):
-        write_plain(target, checkpoint)
-    return target
-
-
-@dataclasses.dataclass(frozen=True)
-class Merged(Shown):
-    """A merge: where it lies, and how much of the adapters' update survived."""
-
-    folder: Path
-    report: Retention
-
-
-def merge(
-    model: LoadedModel | str | Path | None,
-    folder: str | Path,
-    *,
-    dtype: str = MERGED_DTYPE,
-    notice: Callable[[str], None] = lambda _: None,
-) -> Merged:
-    """Writes a fine-tuned model as one Hugging Face folder, its adapters inside the weights.
-
-    The sum is made in fp32 and rounded once; a model that is handed over has it in its own weights afterwards.
-    `notice` gets what cannot be written to files.
-    """
-    if dtype not in DTYPES:
-        raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
-    loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
-    if loaded.adapters is None or loaded.adapters.detached:
-        raise UsageError(f"{loaded.origin} has no adapters to merge", _instead_of_merging(loaded))
-    target = _new_folder(folder)
-    report = merge_adapters(loaded.adapters, getattr(torch, DTYPES[dtype]))
-    _write_model(loaded, target, dtype, notice)
-    return Merged(target, report)
-
-
-def _instead_of_merging(loaded: LoadedModel) -> str:
-    try:
-        description_of(loaded.model.config, loaded.model.vocab, dtype="float32", source=_described(loaded))
-    except CheckpointError:  # which export would say, too
-        return "there is nothing to merge: `flatout generate` and `flatout eval` take it as it is"
-    return "write it as it is with `flatout export`"

@@ -22,6 +22,7 @@ from flatout.files import disk_errors, write_whole
 from flatout.front.configs import load_pretraining, print_notices
 from flatout.front.output import Line, lines_target, picture_target
 from flatout.front.words import one_line, tell
+from flatout.gguf_file import is_gguf
 
 if TYPE_CHECKING:
     from flatout.config.schema import RunConfig
@@ -285,12 +286,12 @@ def _model(parsed: argparse.Namespace, text_option: str = "", weights: str | Non
 
 def _check_model(parsed: argparse.Namespace, text_option: str = "") -> str:
     """Refuses what cannot be a model or a device before anything heavy is imported; returns the device."""
-    if parsed.run is not None and (not parsed.run or not Path(parsed.run).is_dir()):
+    if parsed.run is not None and (not parsed.run or not (Path(parsed.run).is_dir() or is_gguf(Path(parsed.run)))):
         from flatout.config.suggest import run_hint
 
         hint = run_hint(parsed.run, "name a run folder, such as runs/NAME")
         hint += f"; text goes after {text_option}" if text_option else ""
-        raise UsageError(f"{quoted(parsed.run)} is not a folder", hint)
+        raise UsageError(f"{quoted(parsed.run)} is not a folder, nor a GGUF file", hint)
     if getattr(parsed, "folder", None) == "":
         raise UsageError("the name of the folder to write is empty", "name a new folder to write into")
     device = getattr(parsed, "device", "cpu")
@@ -437,12 +438,23 @@ def serve(parsed: argparse.Namespace) -> int:
 
 
 def export(parsed: argparse.Namespace) -> int:
+    if (parsed.folder is None) == (parsed.check is None):
+        what = "there is no new folder to write" if parsed.folder is None else "--check writes nothing"
+        raise UsageError(what, "write `flatout export RUN FOLDER`, or `flatout export --check FOLDER RUN`")
+    from flatout.front.exporting import check_export, push
+
     notes: list[str] = []
-    how = {"dtype": parsed.dtype, "adapter": parsed.adapter, "notice": notes.append}
-    target = flatout.export(_model(parsed), parsed.folder, **how)
+    target = Path(parsed.folder or parsed.check)
+    if parsed.check is None:
+        how = {"dtype": parsed.dtype, "adapter": parsed.adapter, "format": parsed.format, "notice": notes.append}
+        flatout.export(_model(parsed), target, **how)
+    else:
+        notes.append(str(check_export(target, _model(parsed))))
+    if parsed.push is not None:
+        notes.append(f"sent to {push(target, parsed.push)}")
     if parsed.json:
         print(json.dumps({"folder": str(target), "notes": notes}))
     else:
-        print(f"wrote {target}")
+        print(f"wrote {target}" if parsed.check is None else f"{target}: every byte is as it was written")
         print("".join(f"note: {note}\n" for note in notes), end="")
     return 0

@@ -4,10 +4,11 @@ Models of all types in `families.py` are settings of our one decoder. `fields.py
 a field. A setting that our decoder lacks is refused by name; otherwise a slightly different model would be fine-tuned
 silently.
 
-Contract: `read_description` reads config.json and generation_config.json and runs no code from the folder. In a folder
-written by us it checks every byte first (`seal`). A folder with code of its own (`auto_map`) is refused. An exported
-model computes exactly what ours does. If transformers has no such model, the error names all fields that prevent it. A
-model read from a folder keeps that folder's model type and all keys of its config.json.
+Contract: `read_description` reads config.json and generation_config.json, which a GGUF file's metadata stand for, and
+runs no code from the folder. In a folder written by us it checks every byte first (`seal`). A folder with code of its
+own (`auto_map`) is refused. An exported model computes exactly what ours does. If transformers has no such model, the
+error names all fields that prevent it. A model read from a folder keeps that folder's model type and all keys of its
+config.json.
 
 Trap: transformers 5 writes `dtype` where 4 wrote `torch_dtype`; both are read.
 """
@@ -22,6 +23,7 @@ from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.errors import CheckpointError
 from flatout.files import parse_json, read_bounded, reading_hint
+from flatout.gguf_file import is_gguf, read_gguf
 from flatout.model.families import (
     AGAIN,
     ANOTHER,
@@ -35,7 +37,8 @@ from flatout.model.families import (
     HubValues,
 )
 from flatout.model.fields import FEATURES, PATTERN, read_pattern
-from flatout.model.seal import check_seal, refuse_link
+from flatout.model.gguf_weights import config_values
+from flatout.model.seal import check_seal, refuse_link, sealed_names
 
 CONFIG_FILE = "config.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -62,6 +65,10 @@ def read_description(folder: Path, *, context: int | None = None, cut: bool = Fa
     `context`: the context length to use; None: that of the folder. A longer one is refused, or cut to it with `cut`.
     Learned positions (gpt2) are never shortened.
     """
+    if is_gguf(folder):
+        if folder.name in sealed_names(folder.parent):
+            check_seal(folder.parent)
+        return describe(config_values(read_gguf(folder)), folder, context=context, cut=cut)
     check_seal(folder)
     values = read_json(folder / CONFIG_FILE, "name a folder with config.json and model.safetensors")
     kind = values.get("model_type")
@@ -76,7 +83,7 @@ def read_description(folder: Path, *, context: int | None = None, cut: bool = Fa
 
 def describe(values: dict[str, Any], folder: Path, *, context: int | None = None, cut: bool = False) -> Description:
     """As `read_description`, of the values of a config.json. `folder` may hold a generation_config.json."""
-    path = folder / CONFIG_FILE
+    path = _config_of(folder)
     _check_kind(values, path)
     kind = values["model_type"]
     read = HubValues(values, path, kind)
@@ -109,6 +116,11 @@ def describe(values: dict[str, Any], folder: Path, *, context: int | None = None
     )
 
 
+def _config_of(folder: Path) -> Path:
+    """The file that describes a model, for errors."""
+    return folder if is_gguf(folder) else folder / CONFIG_FILE
+
+
 def fitting_context(asked: int | None, made_for: int, where: Path, *, cut: bool) -> int | None:
     """The requested context length; one longer than the model's is refused, or cut to it with `cut`."""
     if asked is not None and asked > made_for and not cut:
@@ -125,11 +137,11 @@ def check_same_model(config: ModelConfig, description: Description, hint: str) -
     for field in ModelConfig.model_fields:
         ours, theirs = getattr(config, field), getattr(description.config, field)
         if ours != theirs and field not in free:
-            path = description.folder / CONFIG_FILE
+            path = _config_of(description.folder)
             raise CheckpointError(f"the model has {field} {shorten(ours)}, {path} describes {shorten(theirs)}", hint)
     context = min(config.context, description.config.context)
     if _reaches(config, context) != _reaches(description.config, context):
-        path, theirs = description.folder / CONFIG_FILE, description.config
+        path, theirs = _config_of(description.folder), description.config
         raise CheckpointError(
             f"the model has pattern {shorten(config.pattern)} and window {config.window}, {path} describes "
             f"{shorten(theirs.pattern)} and {theirs.window}",

@@ -30,7 +30,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,9 +42,11 @@ from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
 from flatout.files import read_bounded, write_new
 from flatout.folders import sweep, whole_folder
+from flatout.gguf_file import gguf_at, is_gguf
 from flatout.model.execution import Execution
 from flatout.model.families import AGAIN
 from flatout.model.fields import FEATURES, Piece, has_bias
+from flatout.model.gguf_weights import opened_gguf
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, description_of, read_description, read_json
 from flatout.model.seal import check_seal, refuse_link, seal
@@ -128,7 +130,7 @@ def inventory(description: Description) -> dict[str, _Stored]:
     """Every tensor of the folder by its name without prefix, except tables. Refuses types that we do not read."""
     found: dict[str, _Stored] = {}
     for path, listed in weight_files(description.folder).items():
-        with opened(path) as file:
+        with _opened(path) as file:
             names = set(file.keys())
             for name in sorted((listed or names) - names):
                 raise CheckpointError(f"{path} has no tensor {name}, which {INDEX_FILE} places there", AGAIN)
@@ -150,6 +152,8 @@ def inventory(description: Description) -> dict[str, _Stored]:
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """Files with a folder's weights, each with the tensors that the index lists for it; None: all tensors in it."""
+    if is_gguf(folder):
+        return {folder: None}
     if (folder / WEIGHTS_FILE).is_file():
         refuse_link(folder / WEIGHTS_FILE, folder)
         return {folder / WEIGHTS_FILE: None}
@@ -173,6 +177,10 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
             raise CheckpointError(f"{path!s:.300} is missing, and {INDEX_FILE} lists it", AGAIN)
         refuse_link(path, folder)
     return files
+
+
+def _opened(path: Path) -> AbstractContextManager[Any]:
+    return opened_gguf(path) if is_gguf(path) else opened(path)
 
 
 def _no_weights(folder: Path) -> CheckpointError:
@@ -211,7 +219,7 @@ def _fill(model: GPT, stored: dict[str, _Stored]) -> None:
     pieces = pieces_of(model.config)
     parameters = dict(model.named_parameters())
     for path in dict.fromkeys(one.file for one in stored.values()):
-        with opened(path) as file:
+        with _opened(path) as file:
             for name, piece in pieces.items():
                 if stored[name].file == path:
                     _copy(file.get_tensor(stored[name].name), piece.of(parameters[piece.name]), stored[name])
@@ -232,7 +240,7 @@ def _check_names(description: Description, pieces: dict[str, Piece], stored: dic
 
 
 def _check_same(embedding: _Stored, head: _Stored) -> None:
-    with opened(embedding.file) as first, opened(head.file) as second:
+    with _opened(embedding.file) as first, _opened(head.file) as second:
         if torch.equal(first.get_tensor(embedding.name), second.get_tensor(head.name)):
             return
     raise CheckpointError(
@@ -268,26 +276,42 @@ def export_huggingface(
     end_of_text: int | None = None,
     source: Description | None = None,
     files: Mapping[str, bytes] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    finish: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Writes a folder that transformers loads: config.json and safetensors, in shards if they are large.
 
     `source` describes the folder that the model came from: other keys of its config.json are kept, and its tokenizer
-    files are copied, unless `files` replaces them.
+    files are copied, unless `files` replaces them. For `facts` and `finish` see `sealed_folder`.
     """
     kind = str(dtype).removeprefix("torch.")
     values = description_of(model.config, model.vocab, dtype=kind, end_of_text=end_of_text, source=source)
-    folder = Path(os.path.abspath(folder))
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
-        raise _occupied(folder)
     if files is None:
         files = {} if source is None else companions(source.folder)
-    sweep(folder.parent, re.escape(folder.name), locked=False)
-    with whole_folder(folder, occupied=lambda target, _: _occupied(target)) as work:
-        known = _write_weights(model, work, dtype)
+    with sealed_folder(folder, {"dtype": kind, **(facts or {})}, finish) as (work, known):
+        known.update(_write_weights(model, work, dtype))
         for name, content in {**files, CONFIG_FILE: (json.dumps(values, indent=2) + "\n").encode()}.items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             write_new(work / name, content)
-        seal(work, {"dtype": kind}, known)
+
+
+@contextmanager
+def sealed_folder(
+    folder: Path, facts: Mapping[str, Any], finish: Callable[[Path], None] = lambda _: None
+) -> Iterator[tuple[Path, dict[str, dict[str, Any]]]]:
+    """A new folder that appears whole and with its manifest: where to fill it, and a place for hashes that are known.
+
+    `facts` go into the manifest. `finish` looks at the filled folder and may add to it; an error there leaves nothing.
+    """
+    folder = Path(os.path.abspath(folder))
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
+        raise _occupied(folder)
+    sweep(folder.parent, re.escape(folder.name), locked=False)
+    with whole_folder(folder, occupied=lambda target, _: _occupied(target)) as work:
+        known: dict[str, dict[str, Any]] = {}
+        yield work, known
+        finish(work)
+        seal(work, facts, known)
 
 
 def _occupied(folder: Path) -> CheckpointError:
@@ -353,7 +377,7 @@ def weights_fingerprint(description: Description) -> str:
     if description.config.tied and len(stored.keys() & {"lm_head.weight", *_EMBEDDINGS}) > 1:
         stored.pop("lm_head.weight", None)  # loading the model checks that both are equal
     with ExitStack() as stack:
-        files = {path: stack.enter_context(opened(path)) for path in {one.file for one in stored.values()}}
+        files = {path: stack.enter_context(_opened(path)) for path in {one.file for one in stored.values()}}
         return _hash_of((name, files[one.file].get_tensor(one.name)) for name, one in sorted(stored.items()))
 
 
@@ -402,7 +426,10 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 @dataclasses.dataclass(frozen=True)
 class FoundModel:
-    """A folder on this machine, and whether it is a Hugging Face folder, a run of ours or one of its checkpoints."""
+    """A folder on this machine, and whether it is a Hugging Face folder, a run of ours or one of its checkpoints.
+
+    A GGUF file counts as a Hugging Face folder: it is read as if it were one.
+    """
 
     path: Path
     kind: Literal["huggingface", "run", "checkpoint"]
@@ -413,6 +440,8 @@ def find_model(name: str) -> FoundModel:
     path = Path(name)
     if name and os.path.isdir(path):  # unlike Path.is_dir, it returns False for a name that is too long
         return _found(path)
+    if name and is_gguf(path):
+        return FoundModel(path, "huggingface")
     if name and os.path.exists(path):
         raise CheckpointError(f"{shorten(name)} is a file", "name the folder that the model is in")
     if not _HUB_NAME.fullmatch(name):
@@ -442,6 +471,8 @@ def _found(path: Path) -> FoundModel:
         return FoundModel(path, "run")
     if (path / CONFIG_FILE).is_file():
         return FoundModel(path, "huggingface")
+    if (gguf := gguf_at(path)) is not None:
+        return FoundModel(gguf, "huggingface")
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{path} holds an adapter, not a model",

@@ -30,6 +30,7 @@ from flatout.files import (
 )
 
 SEAL = "flatout.json"
+CARDS = ("README.md", "Modelfile")  # people edit them
 FORMAT = "flatout-folder"
 VERSION = 1
 _OLD_FACTS = {"base", "quantize", "step"}
@@ -56,14 +57,17 @@ def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Mapping[str
     return len(raw) + sum(entry["bytes"] for entry in files.values())
 
 
-def check_seal(folder: Path) -> dict[str, Any]:
-    """Checks every file that the manifest names; returns its facts, or none if there is no manifest."""
+def check_seal(folder: Path, *, cards: bool = False) -> dict[str, Any]:
+    """Checks every file that the manifest names; returns its facts, or none if there is no manifest.
+
+    `cards`: also those in `CARDS`, which no model is read from.
+    """
     content = read_seal(folder)
     if content is None:
         return {}
     if "files" not in content:
         return content
-    files = content["files"]
+    files = {name: entry for name, entry in content["files"].items() if cards or name not in CARDS}
     for name, entry in files.items():  # all sizes first: they take no time
         _check_size(folder, name, entry["bytes"])
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:

@@ -22,11 +22,11 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 52_569,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 41_820,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 53_748,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 42_722,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 115,  # all Python outside tests
-    "modules": 248,  # of src/flatout, as all the following
-    "modules with one importer": 44,
+    "modules": 256,  # of src/flatout, as all the following
+    "modules with one importer": 48,
     "settings": 159,  # leaves of RunConfig, and environment variables of our own
     "verbs": 20,
     "class names with two meanings": 0,

@@ -1,6 +1,6 @@
 """Text on a CPU by trees of this project in turns, as JSON lines: tokens per second and seconds to the first token.
 
-    python lab/cpu_text.py RUN TREE=COMMIT ... >> lab/cpu_text.jsonl
+    python lab/cpu_text.py RUN TREE=COMMIT ... [CASE ...] >> lab/cpu_text.jsonl
 
 RUN is a run of the default model (`make train`), and a TREE a folder with `src`, such as a git worktree. Each tree has
 a process of its own; they take turns, so that only one of them works. A row has the median and the least of all turns:
@@ -36,8 +36,9 @@ CASES: list[dict[str, Any]] = [
 
 
 def main() -> None:
-    run, *trees = sys.argv[1:]
-    pairs = [tree.rsplit("=", 1) for tree in trees]
+    run, *words = sys.argv[1:]
+    pairs = [word.rsplit("=", 1) for word in words if "=" in word]
+    wanted = [word for word in words if "=" not in word] or ["generate", "chat", "first", "rows", "command"]
     python = [sys.executable]
     environments = [{**os.environ, "PYTHONPATH": str(Path(tree).resolve() / "src")} for tree, _ in pairs]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -46,7 +47,7 @@ def main() -> None:
         (line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), platform.machine()
     )
     machine = f"{os.cpu_count()} cores of {model.partition(': ')[2] or model}"
-    for case in CASES:
+    for case in [case for case in CASES if case["case"] in wanted]:
         taken: list[list[list[float]]] = [[] for _ in pairs]
         for turn in range(case.get("turns", TURNS) + 1):
             for worker, times in zip(workers, taken, strict=True):
@@ -65,7 +66,7 @@ def main() -> None:
     named = [(commit, command, env) for (_, commit), env in zip(pairs, environments, strict=True)]
     named.append(("import torch", [*python, "-c", "import torch"], dict(os.environ)))
     found: dict[str, list[list[float]]] = {name: [] for name, *_ in named}
-    for _ in range(COMMANDS):
+    for _ in range(COMMANDS if "command" in wanted else 0):
         for name, words, env in named:
             how: dict[str, Any] = {"env": env, "check": True, "stdout": subprocess.DEVNULL}
             found[name].append(

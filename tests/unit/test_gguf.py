@@ -28,7 +28,7 @@ from flatout.gguf_file import read_gguf
 from flatout.model.gguf_weights import GgufWeights, config_values, file_values
 from flatout.model.gguf_writer import write_gguf
 from flatout.model.gpt import GPT, build_model
-from flatout.model.hub import folded, model_type_of, read_description
+from flatout.model.hub import description_of, folded, read_description
 from flatout.model.hub_folder import load_described
 from tests.chat_models import LLAMA3, SMOLLM2
 from tests.hostile_gguf import TEMPLATE, gguf_bytes, hostile, small_model
@@ -59,8 +59,8 @@ def build(shape: str, vocab: int) -> GPT:
 
 
 def write(path: Path, model: GPT, tokenizer: Tokenizer, dtype: str = "fp32") -> Path:
-    kind = model_type_of(model.config)
-    values = file_values(folded(model.config), kind, model.vocab)
+    described = description_of(model.config, model.vocab, dtype="float32")
+    values = file_values(folded(model.config), described)
     values |= tokenizer_values(tokenizer, model.vocab, (tokenizer.end_of_text or 0,), None)
     write_gguf(path, model, values, dtype)
     return path
@@ -131,10 +131,10 @@ def test_what_llama_cpp_lacks_is_refused_by_name():
     for said, shape in cases.items():
         config = ModelConfig(**shape)
         with pytest.raises(CheckpointError, match=said) as error:
-            file_values(config, model_type_of(config), 257)
+            file_values(config, description_of(config, 257, dtype="float32"))
         assert "can be exported" in error.value.hint
     with pytest.raises(CheckpointError, match="form of olmo2"):
-        file_values(ModelConfig(), "olmo2", 257)
+        file_values(ModelConfig(), {"model_type": "olmo2"})
 
 
 # --- tokenizers and templates -----------------------------------------------------------------------------------------

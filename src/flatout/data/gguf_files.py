@@ -159,14 +159,11 @@ def _content(
     usual = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
     usual |= dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
     vocab = {text: number for number, text in enumerate(tokens[: last + 1])}
+    parts = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": decoder}
+    parts |= dict.fromkeys(("truncation", "padding", "post_processor"))
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": added,
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
+        **parts,
         "model": {"type": "BPE", **usual, "vocab": vocab, **model},
     }

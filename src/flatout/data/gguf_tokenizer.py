@@ -17,25 +17,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flatout.data import gguf_files as tables
 from flatout.data.chat_template import DEFAULT, ChatTemplate, TemplateRefusal
-from flatout.data.gguf_files import (
-    CONTROL,
-    IGNORE_MERGES,
-    NORMAL,
-    NORMALIZERS,
-    OWN,
-    PRE,
-    SPACES,
-    SPECIAL,
-    STOPS,
-    TEMPLATE,
-    UNKNOWN,
-    UNUSED,
-    USER,
-    byte_level,
-    halves,
-    split,
-)
 from flatout.data.library_tokenizers import GPT2_REGEX, ModelTokenizer
 from flatout.data.tokenizer import Tokenizer
 from flatout.data.tokenizer_files import portable
@@ -71,44 +54,46 @@ def tokenizer_values(
     ids = {text: number for number, text in enumerate(tokens)}
     if len(ids) != len(tokens):
         raise DataError("its tokenizer has two tokens with one text, which GGUF cannot hold", _OTHER)
-    types = [NORMAL if number in texts else UNUSED for number in range(vocab)]
+    types = [tables.NORMAL if number in texts else tables.UNUSED for number in range(vocab)]
     for number, entry in added.items():
-        types[number] = CONTROL if entry.get("special") else USER
+        types[number] = tables.CONTROL if entry.get("special") else tables.USER
     if model.get("byte_fallback"):
         values = {"model": "llama", "add_space_prefix": _puts_space(content, merges), "scores": _scores(tokens, merges)}
         for number, text in enumerate(tokens):
             is_byte = len(text) == 6 and text.startswith("<0x")
-            types[number] = UNKNOWN if text == model.get("unk_token") else _BYTE if is_byte else types[number]
+            types[number] = tables.UNKNOWN if text == model.get("unk_token") else _BYTE if is_byte else types[number]
     else:
         end = tokens[tokenizer.end_of_text]
         pairs = [" ".join(pair) for pair in merges] or [f"{end[0]} {end[1:]}"]
         values = {"model": "gpt2", "pre": _pre(content, merges), "merges": pairs}
     special = {"bos_token": found.begin, **found.special}
-    for name, key in SPECIAL.items():
+    for name, key in tables.SPECIAL.items():
         if (text := special.get(f"{name}_token")) in ids:
             values[f"{key}_token_id"] = ids[text]
     ends = [tokenizer.end_of_text, *(stop for stop in stops if stop != tokenizer.end_of_text)]
-    values |= {f"{name}_token_id": stop for name, stop in zip(STOPS, ends, strict=False)}
+    values |= {f"{name}_token_id": stop for name, stop in zip(tables.STOPS, ends, strict=False)}
     values |= {"tokens": tokens, "token_type": types, "add_bos_token": found.begin is not None}
     values = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
     if template is not None:
-        values[TEMPLATE] = template.text
+        values[tables.TEMPLATE] = template.text
         others = {form: text for form, text in template.texts.items() if text != template.text and form != DEFAULT}
-        values |= {f"{TEMPLATE}.{form}": text for form, text in others.items()}
+        values |= {f"{tables.TEMPLATE}.{form}": text for form, text in others.items()}
     if not isinstance(tokenizer, ModelTokenizer):
         described = {name: value for name, value in tokenizer.to_json().items() if name != "content"}
-        values[OWN] = json.dumps(described)
+        values[tables.OWN] = json.dumps(described)
     return values
 
 
 def _pre(content: Mapping[str, Any], merges: Sequence[Any]) -> str:
     """llama.cpp's name for the way a tokenizer.json cuts text."""
     steps = _steps(content.get("pre_tokenizer"))
-    if steps == [split(GPT2_REGEX), byte_level(False)] or (steps == [byte_level(False)] and not merges):
-        steps = PRE["gpt-2"]
+    if steps == [tables.split(GPT2_REGEX), tables.byte_level(False)] or (
+        steps == [tables.byte_level(False)] and not merges
+    ):
+        steps = tables.PRE["gpt-2"]
     rules = content.get("normalizer"), bool(content["model"].get("ignore_merges"))
-    for name, known in PRE.items():
-        if steps == known and rules == (NORMALIZERS.get(name), name in IGNORE_MERGES):
+    for name, known in tables.PRE.items():
+        if steps == known and rules == (tables.NORMALIZERS.get(name), name in tables.IGNORE_MERGES):
             return name
     raise DataError("llama.cpp has no pre-tokenizer that cuts text as its tokenizer.json does", _OTHER)
 
@@ -127,13 +112,13 @@ def _steps(part: Any) -> list[Any]:
 def _puts_space(content: Mapping[str, Any], merges: Sequence[tuple[str, ...]]) -> bool:
     """Whether a text gets a space in front; refuses what llama.cpp would join in another order."""
     normalizer, words = content.get("normalizer"), content.get("pre_tokenizer")
-    found = next((prefix for prefix, known in SPACES.items() if normalizer == known and words is None), None)
+    found = next((prefix for prefix, known in tables.SPACES.items() if normalizer == known and words is None), None)
     if normalizer is None and isinstance(words, dict) and words.get("type") == "Metaspace" and not words.get("split"):
         found = {"always": True, "never": False}.get(words.get("prepend_scheme", ""))
     vocab, pairs = content["model"]["vocab"], set(merges)
     made = [key for key, _ in itertools.groupby("".join(pair) for pair in merges)]
     plain = vocab.keys() - {entry["content"] for entry in content.get("added_tokens") or []}
-    whole = all(pair in pairs for text in plain for pair in halves(text, vocab))
+    whole = all(pair in pairs for text in plain for pair in tables.halves(text, vocab))
     if found is None or not whole or len(set(made)) != len(made):
         raise DataError("llama.cpp has no form for the spaces or the merges of its tokenizer.json", _OTHER)
     return found

@@ -64,8 +64,8 @@ def export(
     if format not in FORMATS:
         raise UsageError(f"models cannot be written as {quoted(format)}", f"use {' or '.join(FORMATS)}")
     if dtype not in (None, *FORMATS[format]):
-        hint = " with --format gguf" if dtype in TYPES else f"use {', '.join(FORMATS[format])}"
-        raise UsageError(f"weights cannot be written as {dtype!r}", hint.strip())
+        hint = "add --format gguf" if dtype in TYPES else f"use {', '.join(FORMATS[format])}"
+        raise UsageError(f"weights cannot be written as {dtype!r}", hint)
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
     _check_writable(loaded)
     adapted = loaded.adapters is not None and not loaded.adapters.detached
@@ -153,10 +153,10 @@ def _write_huggingface(
 def _write_gguf(
     loaded: LoadedModel, model: GPT, target: Path, dtype: str, facts: dict[str, Any], finish: Callable[[Path], None]
 ) -> tuple[str, ...]:
-    kind = model_type_of(model.config)
+    described = description_of(model.config, model.vocab, dtype="float32")
     template = template_of(loaded)
     tokens = tokenizer_values(loaded.tokenizer, model.vocab, loaded.stops, template)
-    values = {**file_values(folded(model.config), kind, model.vocab), "general.type": "model"}
+    values = {**file_values(folded(model.config), described), "general.type": "model"}
     values |= {"general.name": _name(loaded) or target.name, **tokens}
     texts = tokens["tokenizer.ggml.tokens"]
     begin = texts[tokens["tokenizer.ggml.bos_token_id"]] if tokens["tokenizer.ggml.add_bos_token"] else None
@@ -338,9 +338,8 @@ def _card(loaded: LoadedModel, title: str, facts: dict[str, Any], proof: Proof) 
     base = None if config is None else config.model.init_from
     gguf = facts["format"] == "gguf"
     head = ["---", f"library_name: {'gguf' if gguf else 'transformers'}", "pipeline_tag: text-generation"]
-    head += ["tags: [flatout]"] + [f"base_model: {base}"] * bool(
-        base and base.count("/") == 1 and not Path(base).exists()
-    )
+    named = base is not None and base.count("/") == 1 and not Path(base).exists()
+    head += ["tags: [flatout]"] + [f"base_model: {base}"] * named
     size = sum(x.numel() for x in model.parameters())
     shape = f"{size:,} parameters, {model.config.context:,} tokens of context, {model.vocab:,} token ids"
     rows = {"model": shape, "weights": f"{facts['dtype']}, written from SHA-256 {facts['weights']}"}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flatout.data.library_tokenizers import ModelTokenizer
+from flatout.device import out_of_memory
 from flatout.errors import CheckpointError, DataError
 from flatout.front.models import LoadedModel
 from flatout.gguf_file import is_gguf
@@ -82,7 +83,7 @@ class Proof:
 def prove(path: Path, held: Held, dtype: str) -> Proof:
     """Compares the model in a folder or a GGUF file with the one that it was written from; refuses another."""
     description = read_description(path)
-    with torch.no_grad():
+    with torch.no_grad(), out_of_memory():
         ours = load_described(description).eval().logits(torch.tensor([held.ids]))[0].float()
     proof = Proof(len(held.ids), dtype, _difference(ours, held.logits, _MOST[dtype], f"{path}, as Flatout reads it,"))
     library = _library(path)
@@ -124,9 +125,9 @@ def _transformers(folder: Path, ids: Sequence[int]) -> Tensor:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+            model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="eager")
             with torch.no_grad():
-                return model(torch.tensor([list(ids)])).logits[0].float()
+                return model.float().eval()(torch.tensor([list(ids)])).logits[0]
         except Exception as error:  # the library raises many kinds
             raise CheckpointError(f"transformers cannot load what was written: {error!s:.300}", _REPORT) from error
         finally:

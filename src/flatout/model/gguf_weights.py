@@ -24,6 +24,7 @@ from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
 from flatout.gguf_file import KINDS, GgufFile, read_gguf
+from flatout.model.families import ARCHITECTURES as CLASSES
 from flatout.model.layers import mlp_width_of
 from flatout.model.operations import scaled_rates
 
@@ -78,13 +79,33 @@ def file_name(name: str) -> str:
 # --- a file as config.json --------------------------------------------------------------------------------------------
 
 
+# Keys of config.json by those of a file, without the architecture before them.
+_GPT2_KEYS = {
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "attention.head_count": "n_head",
+    "context_length": "n_positions",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+_KEYS = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), "head_dim"),
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+
+
 def config_values(gguf: GgufFile) -> dict[str, Any]:
     """What config.json would say of the model in a file."""
     kind = gguf.text("general.architecture")
-    if kind not in ARCHITECTURES:
-        raise gguf.refuse(
-            f"it holds a model of architecture {shorten(kind)}", f"use one of {', '.join(dict.fromkeys(ARCHITECTURES))}"
-        )
+    if kind not in ARCHITECTURES.values():
+        known = ", ".join(dict.fromkeys(ARCHITECTURES.values()))
+        raise gguf.refuse(f"it holds a model of architecture {shorten(kind)}", f"use one of {known}")
     values = {key.removeprefix(f"{kind}."): value for key, value in gguf.single.items() if key.startswith(f"{kind}.")}
     if values.get("expert_count") or values.get("attention.scale"):
         raise gguf.refuse("it has experts, or a scale of its own in attention, which is not supported", _QUANTISED)
@@ -92,48 +113,32 @@ def config_values(gguf: GgufFile) -> dict[str, Any]:
     if table is None or len(table.shape) != 2:
         raise gguf.refuse("it has no table of embeddings (token_embd.weight)")
     ids = [gguf.single.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")]
-    found: dict[str, Any] = {
-        "model_type": kind,
-        "vocab_size": table.shape[0],
-        "bos_token_id": ids[0],
-        "eos_token_id": list(dict.fromkeys(stop for stop in ids[1:] if stop is not None)),
-        "torch_dtype": "float32",
-    }
+    found: dict[str, Any] = {"architectures": [CLASSES[kind][0]], "model_type": kind, "torch_dtype": "float32"}
+    found |= {"vocab_size": table.shape[0], "bos_token_id": ids[0]}
+    found |= {"eos_token_id": list(dict.fromkeys(x for x in ids[1:] if x is not None))}
     wide, heads = values.get("embedding_length"), values.get("attention.head_count")
     if kind == "gpt2":
         hidden = values.get("feed_forward_length")
-        return found | {
-            "n_embd": wide,
-            "n_head": heads,
-            "n_layer": values.get("block_count"),
-            "n_positions": values.get("context_length"),
-            "layer_norm_epsilon": values.get("attention.layer_norm_epsilon", 1e-5),
-            "n_inner": None if isinstance(wide, int) and hidden in (None, 4 * wide) else hidden,
-        }
+        usual = isinstance(wide, int) and hidden in (None, 4 * wide)
+        return (
+            found
+            | {theirs: values.get(key) for key, theirs in _GPT2_KEYS.items()}
+            | {"n_inner": None if usual else hidden}
+        )
+    if isinstance(wide, int) and isinstance(heads, int) and heads:
+        values.setdefault("attention.key_length", wide // heads)
     size = values.get("attention.key_length")
-    if size is None and isinstance(wide, int) and isinstance(heads, int) and heads:
-        size = wide // heads
     for key in ("rope.dimension_count", "attention.value_length"):
-        if values.get(key, size) != size:
+        if values.setdefault(key, size) != size:
             raise gguf.refuse(f"{kind}.{key} is {shorten(values[key])} and heads have {shorten(size)} channels")
-    context = values.get("context_length")
-    if isinstance(context, int) and isinstance(size, int) and size > 0:
-        context = min(context, _ROTARY_VALUES // size)
-    return found | {
-        "hidden_size": wide,
-        "num_hidden_layers": values.get("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("attention.head_count_kv", heads),
-        "head_dim": size,
-        "intermediate_size": values.get("feed_forward_length"),
-        "max_position_embeddings": context,
-        "rms_norm_eps": values.get("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "rope_theta": values.get("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(gguf, values, size),
-        "attention_bias": kind == "llama" and "blk.0.attn_q.bias" in gguf.tensors,
-        "mlp_bias": kind == "llama" and "blk.0.ffn_up.bias" in gguf.tensors,
-    }
+    if isinstance(context := values.get("context_length"), int) and isinstance(size, int) and size > 0:
+        values["context_length"] = min(context, _ROTARY_VALUES // size)
+    values = {"attention.head_count_kv": heads, "rope.freq_base": 10000.0, **values}
+    found |= {theirs: values.get(key) for key, theirs in _KEYS.items()}
+    for part, name in (("attention", "attn_q"), ("mlp", "ffn_up")):
+        found[f"{part}_bias"] = kind == "llama" and f"blk.0.{name}.bias" in gguf.tensors
+    tied = "output.weight" not in gguf.tensors
+    return found | {"tie_word_embeddings": tied, "rope_scaling": _rope_scaling(gguf, values, size)}
 
 
 def _rope_scaling(gguf: GgufFile, values: Mapping[str, Any], size: Any) -> dict[str, Any] | None:
@@ -274,8 +279,9 @@ _DECODE = {
 # --- a model as a file ------------------------------------------------------------------------------------------------
 
 
-def file_values(config: ModelConfig, kind: str, vocab: int) -> dict[str, Any]:
-    """The metadata of a model's shape, for a model type of transformers. `config` has what is folded already."""
+def file_values(config: ModelConfig, described: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a model's shape. `config` has what is folded already, `described` is its config.json."""
+    kind = described["model_type"]
     name = ARCHITECTURES.get(kind)
     if name is None:
         raise CheckpointError(
@@ -291,25 +297,8 @@ def file_values(config: ModelConfig, kind: str, vocab: int) -> dict[str, Any]:
             f"llama.cpp has no {name} with model.rope_scaling=llama3",
             "one that is trained with model.rope_scaling=linear, or with model.qk_norm=false, can be exported",
         )
-    values: dict[str, Any] = {
-        "block_count": config.layers,
-        "context_length": config.context,
-        "embedding_length": config.width,
-        "feed_forward_length": mlp_width_of(config),
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads or config.heads,
-        "vocab_size": vocab,
-    }
-    if name == "gpt2":
-        values["attention.layer_norm_epsilon"] = config.norm_eps
-    else:
-        values |= {
-            "attention.key_length": config.size,
-            "attention.value_length": config.size,
-            "attention.layer_norm_rms_epsilon": config.norm_eps,
-            "rope.dimension_count": config.size,
-            "rope.freq_base": config.rope_base,
-        }
+    keys = {**(_GPT2_KEYS if name == "gpt2" else _KEYS), "vocab_size": "vocab_size"}
+    values = {"feed_forward_length": mlp_width_of(config), **{key: described[theirs] for key, theirs in keys.items()}}
     if config.rope_scaling == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope_factor}
     if config.rope_scaling == "llama3":

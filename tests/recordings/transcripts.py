@@ -50,6 +50,8 @@ MASKS = [
     for pattern, mask in [
         (r"\btorch \d+\.\d+\.\d+(\+\w+)?", "torch VERSION"),
         (r'("torch": )"[^"]*"', r'\1"VERSION"'),
+        (r"\btransformers \d+\.\d+\.\d+", "transformers VERSION"),
+        (r"\bby at most [\d.e-]+", "by at most D"),
         (r"\b(x86_64|aarch64|arm64)\b", "ARCH"),
         (r"\b[0-9a-f]{12,64}\b", "HASH"),  # of data: the tokenizers' library has a say in its bytes
         (r"/\S*/flatout-(\w+)-\w{8}/", r"TEMPORARY-\1/"),

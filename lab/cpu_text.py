@@ -1,6 +1,6 @@
 """Text on a CPU by trees of this project in turns, as JSON lines: tokens per second and seconds to the first token.
 
-    python lab/cpu_text.py RUN TREE=COMMIT ... >> lab/cpu_text.jsonl
+    python lab/cpu_text.py RUN TREE=COMMIT ... [CASE ...] >> lab/cpu_text.jsonl
 
 RUN is a run of the default model (`make train`), and a TREE a folder with `src`, such as a git worktree. Each tree has
 a process of its own; they take turns, so that only one of them works. A row has the median and the least of all turns:
@@ -9,7 +9,7 @@ of the time on the clock and of the processor time of all threads.
 - `generate`, `chat`: 200 tokens after six characters, by the functions of these names on a loaded model; `threads`
   are those that torch has before: one, or its own choice.
 - `first`: to the first piece of text. `function` is `flatout.generate` on a loaded model, with an engine that is new;
-  `server` is an engine of 8 rows as `flatout serve` keeps it, in trees that have one. Prompts repeat six characters.
+  `server` is an engine of 8 rows as `flatout serve` keeps it, in trees that have one. Prompts are repeated characters.
 - `rows`: 200 tokens of so many texts together in such an engine.
 - `command`: `flatout generate RUN --tokens 1` as a process, and `import torch` as one.
 """
@@ -29,15 +29,16 @@ from typing import Any
 TEXT, TOKENS, TURNS, COMMANDS = "ROMEO:", 200, 20, 8
 CASES: list[dict[str, Any]] = [
     *({"case": case, "threads": 1} for case in ("generate", "chat")),
-    *({"case": case, "threads": None, "turns": 6} for case in ("generate", "chat")),
+    {"case": "generate", "threads": None, "turns": 4},
     *({"case": "first", "by": by, "repeats": repeats} for by in ("function", "server") for repeats in (1, 5, 20)),
     *({"case": "rows", "rows": rows} for rows in (2, 4, 8)),
 ]
 
 
 def main() -> None:
-    run, *trees = sys.argv[1:]
-    pairs = [tree.rsplit("=", 1) for tree in trees]
+    run, *words = sys.argv[1:]
+    pairs = [word.rsplit("=", 1) for word in words if "=" in word]
+    wanted = [word for word in words if "=" not in word] or ["generate", "chat", "first", "rows", "command"]
     python = [sys.executable]
     environments = [{**os.environ, "PYTHONPATH": str(Path(tree).resolve() / "src")} for tree, _ in pairs]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -46,7 +47,7 @@ def main() -> None:
         (line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), platform.machine()
     )
     machine = f"{os.cpu_count()} cores of {model.partition(': ')[2] or model}"
-    for case in CASES:
+    for case in [case for case in CASES if case["case"] in wanted]:
         taken: list[list[list[float]]] = [[] for _ in pairs]
         for turn in range(case.get("turns", TURNS) + 1):
             for worker, times in zip(workers, taken, strict=True):
@@ -65,7 +66,7 @@ def main() -> None:
     named = [(commit, command, env) for (_, commit), env in zip(pairs, environments, strict=True)]
     named.append(("import torch", [*python, "-c", "import torch"], dict(os.environ)))
     found: dict[str, list[list[float]]] = {name: [] for name, *_ in named}
-    for _ in range(COMMANDS):
+    for _ in range(COMMANDS if "command" in wanted else 0):
         for name, words, env in named:
             how: dict[str, Any] = {"env": env, "check": True, "stdout": subprocess.DEVNULL}
             found[name].append(
@@ -112,11 +113,11 @@ def work(run: str) -> None:
 def turn_of(model: Any, *, case: str, seed: int, by: str = "", repeats: int = 1, **more: Any) -> list[float] | None:
     import flatout
 
-    prompt, how = TEXT * repeats, {"tokens": TOKENS, "seed": seed}
+    prompt = TEXT * repeats
     if by == "server" or case == "rows":
         return served(model, prompt, case=case, seed=seed, **more)
-    text = flatout.chat if case == "chat" else flatout.generate
-    return timed(lambda: next(text(model, prompt, **how)) if case == "first" else "".join(text(model, prompt, **how)))
+    text = (flatout.chat if case == "chat" else flatout.generate)(model, prompt, tokens=TOKENS, seed=seed)
+    return timed(lambda: next(text) if case == "first" else "".join(text))
 
 
 def served(model: Any, prompt: str, *, case: str, seed: int, rows: int = 1, **_: Any) -> list[float] | None:

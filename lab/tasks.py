@@ -80,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("data", type=Path)
+    parser.add_argument("--commit", default="", help="of Flatout's sources, for the row")
     parser.add_argument("--tasks", default="arc_easy,piqa,lambada_openai")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -110,6 +111,7 @@ def main() -> None:
                 "our_lm": largest(ours[name].log_likelihoods, reference.log_likelihoods),
             },
             "seconds_of_all_tasks": seconds, "torch": torch.__version__,
+            "commit": asked.commit,
         }  # fmt: skip
         print(json.dumps(row), flush=True)
 

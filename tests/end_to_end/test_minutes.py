@@ -110,7 +110,7 @@ def test_minutes_choose_a_size_and_say_why(
     assert f"note: only Flatout loads this model, not transformers, vLLM or llama.cpp; {way}" in told.splitlines()
     assert main(["export", "out", "exported"]) == 3
     error, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: transformers has no such model with model.first_mix=true, ")
+    assert error.startswith("error: transformers has no such model with model.logit_cap=15.0, model.first_mix=true, ")
     assert hint == f"hint: {way}"
     assert 1 <= len(tried) <= 3
     rows = read_metrics(tmp_path / "out" / "metrics.jsonl")

@@ -45,6 +45,14 @@ HI = [{"role": "user", "content": "Hi there"}]
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\n"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
+# Presses Escape once text has come: from outside it would be too late on a fast machine.
+ESCAPES = """
+new MutationObserver((changes, observer) => {
+  if ((document.querySelector('.busy .text')?.textContent.length ?? 0) <= 3) return;
+  observer.disconnect();
+  document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}));
+}).observe(document.body, {subtree: true, childList: true, characterData: true}) ?? 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +87,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (place / "markup.txt").write_text(HOSTILE * 200)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        words = ["model.context=256", "train.batch_tokens=512", "train.steps=120", "optim.learning_rate=1e-2"]
+        words = ["model.context=1024", "train.batch_tokens=1024", "train.steps=100", "optim.learning_rate=1e-2"]
         config = load_config(
             "shakespeare-char", [*TINY, f"data.source={place}/markup.txt", *words, "output.name=markup"]
         )
@@ -580,10 +588,9 @@ def test_the_page_in_a_browser(guarded: Server, tmp_path: Path):
         assert browser.run("document.querySelectorAll('main img, main script').length") == 0
         assert "tokens/s" in browser.run("document.querySelector('.facts').textContent")
         assert browser.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-        browser.run("document.getElementById('max_tokens').value = 400")
+        browser.run("document.getElementById('max_tokens').value = 900")
+        browser.run(ESCAPES)
         browser.run("document.querySelector('.facts button').click()")
-        browser.wait("document.querySelector('.busy .text').textContent.length > 3")
-        browser.key("Escape")
         browser.wait(done)
         assert browser.run("document.querySelector('.facts').textContent").endswith("stoppedRetry")
         guarded.wait("flatout_texts_open", 0)
@@ -603,7 +610,7 @@ def test_a_model_without_a_template_does_not_chat(guarded: Server):
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the process by /proc")
 def test_the_end_of_the_engine_ends_the_server(guarded: Server):
-    with guarded.stream(TEXT, prompt="<", max_tokens=200, ignore_eos=True) as events:
+    with guarded.stream(TEXT, prompt="<", max_tokens=900, ignore_eos=True) as events:
         next(events)
         os.kill(guarded.pids()[1], signal.SIGKILL)
         seen: list[dict[str, Any]] = []

@@ -175,7 +175,7 @@ def test_export_without_the_source_computes_the_same(pair, tmp_path):
     assert read_description(tmp_path / "out").config == ours.config
 
 
-@pytest.mark.parametrize("name", ["llama-tied-heads-of-8", "qwen2"])
+@pytest.mark.parametrize("name", ["llama-tied-heads-of-8", "qwen2", "olmo2", "phi3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_files_are_read_as_they_are(name, dtype, tmp_path):
     theirs = build_theirs(name).to(dtype)

@@ -50,6 +50,8 @@ MASKS = [
     for pattern, mask in [
         (r"\btorch \d+\.\d+\.\d+(\+\w+)?", "torch VERSION"),
         (r'("torch": )"[^"]*"', r'\1"VERSION"'),
+        (r"\btransformers \d+\.\d+\.\d+", "transformers VERSION"),
+        (r"\bby at most [\d.e-]+", "by at most D"),
         (r"\b(x86_64|aarch64|arm64)\b", "ARCH"),
         (r"\b[0-9a-f]{12,64}\b", "HASH"),  # of data: the tokenizers' library has a say in its bytes
         (r"/\S*/flatout-(\w+)-\w{8}/", r"TEMPORARY-\1/"),
@@ -78,8 +80,6 @@ MASKS = [
         (r"(\d\.\d\d)\d( bits/byte)|(bits/byte \d\.\d\d)\d+", r"\1\2\3"),
         (r"\b\d+(\.\d+)? samples/s", "N samples/s"),
         (r"(mean loss [\d.]+ +)\w+", r"\1T"),
-        (r"\b(by at most) [\de.+-]+", r"\1 N"),  # of logits
-        (r"\btransformers \d+\.\d+\.\d+", "transformers VERSION"),
         (r"\(choose from ([^)]*)\)", "(choose from CHOICES)"),  # Python's versions quote them differently
     ]
 ]

@@ -461,6 +461,7 @@ def test_a_damaged_folder_gives_one_clear_error(what, good, tmp_path):
             "rope_factors has 1 numbers, and heads have 2",
         ),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": ["1", 2]}}, "not a list of numbers"),
+        ("phi3", {"original_max_position_embeddings": 1}, "original_max_position_embeddings is 1, not a whole number"),
         ("phi3", {"partial_rotary_factor": 1.5}, "rope_share: "),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu', only gelu_pytorch_tanh is supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),

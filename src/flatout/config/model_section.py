@@ -271,7 +271,7 @@ class ModelConfig(Section):
         if self.rope_scaling == "longrope" and len(self.rope_factors) != self.turned // 2:
             raise Conflict(
                 f"rope_factors has {len(self.rope_factors)} numbers, and heads have {self.turned // 2} frequencies",
-                f"set model.rope_factors to {self.turned // 2} numbers, or model.rope_scaling=null",
+                f"write {self.turned // 2} numbers, such as those of a model's config.json, or leave both out",
             )
         if self.rope_scaling is not None and self.positions != "rope":
             raise Conflict(

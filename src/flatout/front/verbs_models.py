@@ -231,16 +231,13 @@ def _score(parsed: argparse.Namespace) -> int:
     found: list[flatout.ModelScores] = []
     with contextlib.closing(Line()) as line:
         for name, one in _each(parsed).items():
-            model = _model(one, weights=parsed.weights or "auto")
-            result = flatout.score(
-                model, names, **how, progress=lambda n, name=name: line.show(f"{name}: {n:,} answers")
-            )
-            found.append(dataclasses.replace(result, name=name))
-            if model.settings is not None:
-                try:
-                    add_task_records(run_of(model.origin), [score.record(result.step) for score in result.scores])
-                except UserError as error:
-                    line.notice(one_line(error.message))
+            how["progress"] = lambda count, name=name: line.show(f"{name}: {count:,} answers")
+            result = flatout.score(_model(one, weights=parsed.weights or "auto"), names, **how)
+            found.append(dataclasses.replace(result, name=name or result.name))
+            try:
+                add_task_records(run_of(Path(result.origin)), [score.record(result.step) for score in result.scores])
+            except UserError as error:
+                line.notice(one_line(error.message))
     if parsed.json:
         print("".join(f"{json.dumps(result.plain(found[0]))}\n" for result in found), end="")
     else:
@@ -262,12 +259,12 @@ def _score(parsed: argparse.Namespace) -> int:
 
 
 def _each(parsed: argparse.Namespace, text_option: str = "") -> dict[str, argparse.Namespace]:
-    """The words for each model that they name, by its name. Mistakes are refused before anything heavy is imported."""
+    """The words for each of several models, by its name. Mistakes are refused before anything heavy is imported."""
     each = [argparse.Namespace(**vars(parsed) | {"run": run}) for run in parsed.runs or [None]]
     for one in each:
         _check_model(one, text_option)
     if len(each) == 1:
-        return {Path(each[0].run or "newest run").resolve().name: each[0]}
+        return {"": each[0]}
     from flatout.observe.sinks import distinct_names
 
     return dict(zip(distinct_names([Path(one.run) for one in each]), each, strict=True))

@@ -82,7 +82,7 @@ def choose(logits_BV: Tensor, rules: Rules, tokens_B: Tensor, *, kernels: bool =
         sample(logits_BV, rules.floats_B4, rules.whole_B3, rules.seen_BV, tokens_B)
         return
     settings, whole = rules.floats_B4.tolist(), rules.whole_B3.tolist()  # lists: quicker for a few rows
-    temperature_B1, top_p_B1, min_p_B1, penalty_B1 = np.array(settings, np.float32).T[:, :, None]
+    temperature_B1, _, _, penalty_B1 = np.array(settings, np.float32).T[:, :, None]
     x_BV = logits_BV.float().cpu().numpy()
     seen_BV = rules.seen_BV if any(penalty != 1.0 for *_, penalty in settings) else None
     with np.errstate(all="ignore"):
@@ -95,10 +95,10 @@ def choose(logits_BV: Tensor, rules: Rules, tokens_B: Tensor, *, kernels: bool =
             greedy_B1 = temperature_B1 == 0.0
             score_BV = x_BV - best_B1  # the largest becomes 0, so that no temperature overflows
             score_BV /= np.where(greedy_B1, np.float32(1.0), temperature_B1)
-            hidden_BV = None
-            if any(top_k for top_k, *_ in whole) or any(top_p < 1.0 or min_p > 0.0 for _, top_p, min_p, _ in settings):
-                top_k_B1 = np.array([[top_k] for top_k, *_ in whole])
-                hidden_BV = score_BV < _threshold(score_BV, top_k_B1, top_p_B1, min_p_B1)
+            hidden_BV, limits = None, [(top_k, *row[1:3]) for (top_k, *_), row in zip(whole, settings, strict=True)]
+            if any(limit != (0, 1.0, 0.0) for limit in limits):
+                lowest = [[_threshold(row_V, *limit)] for row_V, limit in zip(score_BV, limits, strict=True)]
+                hidden_BV = score_BV < np.array(lowest, np.float32)
             score_BV += noise([_key(seed, number) for _, seed, number in whole], score_BV.shape[1])
             if hidden_BV is not None:
                 score_BV[hidden_BV] = -np.inf
@@ -109,19 +109,18 @@ def choose(logits_BV: Tensor, rules: Rules, tokens_B: Tensor, *, kernels: bool =
         seen_BV.scatter_(1, tokens_B.clamp(min=0)[:, None], True)
 
 
-def _threshold(scaled_BV: np.ndarray, top_k_B1: np.ndarray, top_p_B1: np.ndarray, min_p_B1: np.ndarray) -> np.ndarray:
-    """The lowest value of a candidate in every row; the largest value is 0."""
-    lowest_B1 = np.where(min_p_B1 > 0.0, np.log(np.maximum(min_p_B1, 1e-37)), -np.inf)
-    vocab, row_B1 = scaled_BV.shape[1], np.arange(len(scaled_BV))[:, None]
-    top_k_B1 = np.where((top_k_B1 > 0) & (top_k_B1 < vocab), top_k_B1, vocab)
-    if (top_k_B1 < vocab).any() or (top_p_B1 < 1.0).any():
-        falling_BV = np.sort(scaled_BV, axis=1)[:, ::-1]
-        lowest_B1 = np.maximum(lowest_B1, falling_BV[row_B1, top_k_B1 - 1])
-        mass_BV = np.where(falling_BV >= lowest_B1, np.exp(falling_BV), 0.0).cumsum(axis=1, dtype=np.float64)
-        before_B1 = (mass_BV < top_p_B1 * mass_BV[:, -1:]).sum(axis=1, keepdims=True)
-        found_B1 = falling_BV[row_B1, np.minimum(before_B1, vocab - 1)]
-        lowest_B1 = np.where(top_p_B1 < 1.0, np.maximum(lowest_B1, found_B1), lowest_B1)
-    return np.minimum(lowest_B1, 0.0)
+def _threshold(scaled_V: np.ndarray, top_k: int, top_p: float, min_p: float) -> float:
+    """The lowest value of a candidate; the largest value is 0."""
+    lowest = np.log(np.float32(max(min_p, 1e-37))) if min_p > 0.0 else -np.inf
+    if 0 < top_k < len(scaled_V) or top_p < 1.0:
+        falling_V = np.sort(scaled_V)[::-1]
+        if 0 < top_k < len(scaled_V):
+            lowest = max(lowest, falling_V[top_k - 1])
+        if top_p < 1.0:
+            mass_V = np.exp(falling_V[: np.count_nonzero(falling_V >= lowest)]).cumsum(dtype=np.float64)
+            if len(mass_V):
+                lowest = max(lowest, falling_V[mass_V.searchsorted(top_p * mass_V[-1])])
+    return min(lowest, 0.0)
 
 
 def noise(keys: Sequence[int], vocab: int) -> np.ndarray:

@@ -349,11 +349,11 @@ def _scaling_of(read: HubValues) -> str | None:
 
 def _original_context(read: HubValues) -> int | None:
     """The context within which longrope has its short factors. Beyond it every rotary frequency is another."""
-    return read.whole("original_max_position_embeddings") if _scaling_of(read) == "longrope" else None
+    return read.whole("original_max_position_embeddings", least=2) if _scaling_of(read) == "longrope" else None
 
 
 def _read_longrope(read: HubValues, inside: HubValues) -> dict[str, Any]:
-    original, factors = _original_context(read) or 1, inside.get("short_factor")
+    original, factors = _original_context(read) or 2, inside.get("short_factor")
     if not isinstance(factors, list) or not all(type(factor) in (int, float) for factor in factors):
         raise read.refuse(f"short_factor is {shorten(factors)}, not a list of numbers", AGAIN)
     grown = inside.number("factor", read.whole("max_position_embeddings") / original)

@@ -154,7 +154,7 @@ def _scored(
         cache = model.empty_cache(len(batch), longest) if model.cacheable else None
         x_LW, head = model.hidden(tokens_BT, cache).flatten(0, 1), model.head_logits
     else:
-        x_LW, head = model.logits(tokens_BT).flatten(0, 1), _as_it_is
+        x_LW, head = model.logits(tokens_BT).flatten(0, 1), Tensor.float
     logs, greedy = [], []
     most = max(1, _LOGITS // model.vocab)
     for some_L, wanted_L in zip(places_L.split(most), targets_L.split(most), strict=True):
@@ -168,7 +168,3 @@ def _scored(
         found.append((math.fsum(logs[begin:end]), all(greedy[begin:end])))
         begin = end
     return found
-
-
-def _as_it_is(logits: Tensor) -> Tensor:
-    return logits

@@ -182,7 +182,7 @@ def sheet_of(models: Sequence[ModelScores]) -> Sheet:
 
 def picture_of(models: Sequence[ModelScores]) -> Picture:
     """Shares with their errors, a panel for each model."""
-    shares = [place for place, score in enumerate(models[0].scores) if score.metric != PERPLEXITY]
+    shares = [place for place, score in enumerate(models[0].scores) if 0 <= score.value <= 1]
     names = [f"{models[0].scores[place].task} {models[0].scores[place].metric}" for place in shares]
     panels = []
     for model in models:

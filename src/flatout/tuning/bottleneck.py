@@ -37,7 +37,7 @@ BOOKKEEPING, UNKNOWN = "bookkeeping", "unknown"
 UPDATE_KERNELS = ("_update", "_advance", "_apply", "_symmetric", "_mean_squares", "_second_moment", "_scale_matrices")
 OUR_KERNELS = (
     *("_add", "_add_back", "_back", "_make", "_weigh"),
-    *("_advance_states", "_attend", "_of_one_row", "_sample", "_scan", "_settle"),
+    *("_advance_states", "_attend", "_int8_rows", "_of_one_row", "_sample", "_scan", "_settle"),
     *(
         "_backward",
         "_carry",

@@ -242,7 +242,7 @@ class ModelConfig(Section):
             raise Conflict(f"pattern is {self.pattern}, and GPT-2 has full attention only", "set model.family=gpt")
         if "N" in self.pattern and self.positions != "rope":
             raise Conflict(
-                f"pattern is {self.pattern}, and blocks of kind N are for models with rotary positions in others",
+                f"pattern is {self.pattern}, and positions are {self.positions}: N is A without rotary positions",
                 "set model.positions=rope, or write A instead of N",
             )
         if self.qk_norm_whole and not self.qk_norm:

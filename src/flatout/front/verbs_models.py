@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import os
 import re
 import sys
 import time
@@ -22,7 +23,6 @@ from flatout.files import disk_errors, write_whole
 from flatout.front.configs import load_pretraining, print_notices
 from flatout.front.output import Line, lines_target, picture_target
 from flatout.front.words import one_line, tell
-from flatout.gguf_file import is_gguf
 
 if TYPE_CHECKING:
     from flatout.config.schema import RunConfig
@@ -283,12 +283,15 @@ def _model(parsed: argparse.Namespace, text_option: str = "", weights: str | Non
 
 def _check_model(parsed: argparse.Namespace, text_option: str = "") -> str:
     """Refuses what cannot be a model or a device before anything heavy is imported; returns the device."""
-    if parsed.run is not None and (not parsed.run or not (Path(parsed.run).is_dir() or is_gguf(Path(parsed.run)))):
-        from flatout.config.suggest import run_hint
+    if parsed.run is not None and not os.path.isdir(parsed.run):
+        from flatout.gguf_file import is_gguf
 
-        hint = run_hint(parsed.run, "name a run folder, such as runs/NAME")
-        hint += f"; text goes after {text_option}" if text_option else ""
-        raise UsageError(f"{quoted(parsed.run)} is not a folder, nor a GGUF file", hint)
+        if not is_gguf(Path(parsed.run)):
+            from flatout.config.suggest import run_hint
+
+            hint = run_hint(parsed.run, "name a run folder, such as runs/NAME")
+            hint += f"; text goes after {text_option}" if text_option else ""
+            raise UsageError(f"{quoted(parsed.run)} is not a folder, nor a GGUF file", hint)
     if getattr(parsed, "folder", None) == "":
         raise UsageError("the name of the folder to write is empty", "name a new folder to write into")
     device = getattr(parsed, "device", "cpu")

@@ -285,7 +285,8 @@ class _Capped(torch.autograd.Function):
         q_BGRD, dy_BGRD = q_BGXTD.flatten(2, 3), dy_BGXTD.flatten(2, 3)
         dscore = (dy_BGRD @ v_BGSD.transpose(-1, -2)).view_as(share_BGXTS).to(share_BGXTS.dtype)
         dscore -= (dscore * share_BGXTS).sum(-1, keepdim=True)
-        dscore *= share_BGXTS * (1 - bent_BGXTS.square()) / q_BGXTD.shape[-1] ** 0.5
+        dscore *= bent_BGXTS.square_().neg_().add_(1.0).mul_(share_BGXTS)  # the slope of tanh, times the share
+        dscore *= q_BGXTD.shape[-1] ** -0.5
         dscore_BGRS = dscore.flatten(2, 3).to(k_BGSD.dtype)
         dv_BGSD = share_BGXTS.flatten(2, 3).to(dy_BGRD.dtype).transpose(-1, -2) @ dy_BGRD
         dq_BGXTD = (dscore_BGRS @ k_BGSD).view_as(q_BGXTD)
@@ -295,13 +296,12 @@ class _Capped(torch.autograd.Function):
 def _capped_shares(q_BGXTD: Tensor, k_BGSD: Tensor, visible: Tensor | int | None, cap: float) -> tuple[Tensor, Tensor]:
     """(softmax, tanh) of scores, at least in fp32."""
     scores = (q_BGXTD.flatten(2, 3) @ k_BGSD.transpose(-1, -2)).unflatten(2, q_BGXTD.shape[2:4])
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    bent_BGXTS = torch.tanh(scores * (q_BGXTD.shape[-1] ** -0.5 / cap))
-    capped = cap * bent_BGXTS
+    bent_BGXTS = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(q_BGXTD.shape[-1] ** -0.5 / cap)
+    capped = cap * bent_BGXTS.tanh_()
     if isinstance(visible, int):
         visible = window_mask(q_BGXTD.shape[3], k_BGSD.shape[2], visible, capped.device)
     if visible is not None:
-        capped = capped.masked_fill(~visible, float("-inf"))
+        capped.masked_fill_(~visible, float("-inf"))
     return torch.softmax(capped, dim=-1), bent_BGXTS
 
 

@@ -287,7 +287,7 @@ def _comment(lines: Sequence[str], number: int) -> str:
 
 _API = f"""# The API
 {_MADE} How the functions go together, with examples:
-[Python](../python.md).
+[Python](../guides/python.md).
 
 `Config` is a `LoadedConfig` or a `RunConfig`. `Progress` is a function that takes a `PrepareProgress`.
 `ModelFromPython` is a torch module, or a function that takes the built model and returns one or None;

@@ -1,4 +1,4 @@
-"""docs/python.md as a reader follows it: every example runs, in order. docs/reference is what the code says."""
+"""docs/guides/python.md as a reader follows it: every example runs, in order. docs/reference is what the code says."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ def test_every_example_of_the_python_page_runs(
         return load(target, [*(TUNED if target == "lora" else SMALLER), *overrides], **more)
 
     monkeypatch.setattr(flatout, "load_config", smaller)
-    examples = [block for block in blocks(DOCS / "python.md") if block.language == "python"]
+    examples = [block for block in blocks(DOCS / "guides" / "python.md") if block.language == "python"]
     assert len(examples) > 8
     namespace: dict[str, object] = {}
     for example in examples:

@@ -19,8 +19,8 @@ from flatout.corpus.clean import RULES, CleanRules, language_of, load_rules, rej
 from flatout.corpus.document import shakespeare
 from flatout.errors import ConfigError, DataError
 
-DOCS = Path(__file__).parents[2] / "docs" / "cleaning.md"
-LICENSE = DOCS.parents[1] / "LICENSE"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "data.md"
+LICENSE = DOCS.parents[2] / "LICENSE"
 
 QUALITY = CleanRules(quality=True)
 REPETITION = CleanRules(repetition=True)
@@ -249,7 +249,7 @@ def test_of_n_grams_that_come_equally_often_the_longest_is_asked(turn: int) -> N
 
 
 def plain_repeated_grams(words: list[str]) -> str | None:
-    """The rules on n-grams, word for word as docs/cleaning.md has them."""
+    """The rules on n-grams, word for word as docs/guides/data.md has them."""
     sizes = [len(word) for word in words]
     for size, most in {2: 0.20, 3: 0.18, 4: 0.16, 5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}.items():
         grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]

@@ -151,7 +151,7 @@ def test_skypilot_runs_the_same_command_on_every_host(
 
 
 def test_the_page_gives_the_commands_of_the_files():
-    page = (ROOT / "docs" / "many-gpus.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "many-gpus.md").read_text(encoding="utf-8")
     for path in (SLURM, SKYPILOT):
         (command,) = re.findall(r"^# {5}(\S.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert command in page

@@ -587,7 +587,7 @@ def test_what_transformers_lacks_is_not_exported_and_what_it_has_is_named(change
 
 
 def test_the_documents_name_the_presets_that_can_be_exported():
-    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "models.md").read_text(encoding="utf-8")
     named = next(line for line in text.splitlines() if line.startswith("Of the presets, "))
     for preset in shipped_names("preset"):
         model = flatout.load_config(preset).config.model

@@ -14,7 +14,7 @@ and must be the base's, but for settings without weights: context, rotary freque
 else of the base's run is taken over: optimizer, schedule and data begin anew.
 Trap: a longer context. Rotary positions beyond those of the base turn by angles it has never seen. That is allowed, and
 a notice says so. Slowing the frequencies down keeps angles in the range it knows, but changes those of near tokens as
-well, so it is for the user to measure (docs/long-context.md).
+well, so it is for the user to measure (docs/guides/long-context.md).
 
 Adapters: `RUN/adapter` always holds the adapter that `flatout chat RUN` would load: the best checkpoint so far, or else
 the newest. Beside the adapter lie the tokenizer and the chat template that it was taught with, so PEFT and vLLM need

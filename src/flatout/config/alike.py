@@ -54,7 +54,7 @@ def different_settings(first: Mapping[str, Any], other: Mapping[str, Any], ranks
     listed, _ = _differences(first, other)
     return ConfigError(
         f"{' and '.join(ranks)} have different settings: {listed}",
-        "give the same command and the same config files on all hosts; what may differ is listed in docs/many-gpus.md",
+        "give the same command and config files on all hosts; docs/guides/many-gpus.md lists what may differ",
     )
 
 

@@ -133,7 +133,7 @@ WAY_ELSEWHERE_CALLED = _by_foreign_name(
         "leave it out: the checkpoint with the lowest validation loss is kept": "load_best_model_at_end save_best",
         "leave it out: `flatout train` trains, evaluates and saves": "do_eval do_train overwrite_output_dir",
         "`flatout export RUN FOLDER` writes a Hugging Face folder; nothing is uploaded": "hub_model_id push_to_hub",
-        "several GPUs share a model by parallel.form=fsdp; see docs/many-gpus.md": "deepspeed",
+        "several GPUs share a model by parallel.form=fsdp; see docs/guides/many-gpus.md": "deepspeed",
     }
 )
 VALUE_ELSEWHERE_CALLED = _by_foreign_name(

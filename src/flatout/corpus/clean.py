@@ -1,7 +1,7 @@
 """Rules that drop documents, and the search for near duplicates.
 
 `rejection` asks rule after rule, the cheap ones first, and returns the name of the first that fails, so that a report
-can count each of them. Every rule, its threshold and its origin are in docs/cleaning.md.
+can count each of them. Every rule, its threshold and its origin are in docs/guides/data.md.
 
 `quality` holds the rules of Gopher (Rae et al. 2021, "Scaling Language Models", section A1.1, "Quality Filtering") and
 the three that FineWeb added (Penedo et al. 2024, "The FineWeb Datasets", section 3.6). `repetition` is Gopher's

@@ -157,7 +157,7 @@ _ALL = (
         ),
         "Measure a trained model on its validation text: loss, perplexity, bits per byte. With --tasks, ask it the "
         "questions of tasks and print scores with standard errors; of several models, also the differences to the "
-        "first. docs/evaluation.md has the forms of task files.",
+        "first. docs/guides/after-training.md has the forms of task files.",
         python="evaluate",
     ),
     Command(
@@ -346,7 +346,7 @@ _ALL = (
         "turns with the rung they are compared with, and called faster or slower only where the error allows it.",
         processes="one",
         more_help="The ladder sets the switches of `speed` itself; speed.micro_batch is the most it tries.\n\n"
-        f"rungs (docs/bench.md has each one): {', '.join(every_name())}",
+        f"rungs (docs/guides/speed.md has each one): {', '.join(every_name())}",
     ),
     Command(
         "ablate",

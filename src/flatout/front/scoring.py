@@ -167,9 +167,9 @@ def score(
 ) -> ModelScores:
     """Scores of a model on tasks: accuracies and perplexities with their standard errors, and every answer.
 
-    A task is a file of JSON lines (docs/evaluation.md), a folder of such files, the name of a file in `folder`, or a
-    task of lm-evaluation-harness, also of a YAML file in `folder`. Each question stands after `shots` solved ones,
-    drawn by `seed`; `limit` takes the first questions of each task. `progress` counts answers.
+    A task is a file of JSON lines (docs/guides/after-training.md), a folder of such files, the name of a file in
+    `folder`, or a task of lm-evaluation-harness, also of a YAML file in `folder`. Each question stands after `shots`
+    solved ones, drawn by `seed`; `limit` takes the first questions of each task. `progress` counts answers.
     """
     words = [str(task) for task in ([tasks] if isinstance(tasks, str | Path) else tasks)]
     if not all(words) or not words:

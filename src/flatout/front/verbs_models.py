@@ -290,8 +290,8 @@ def _check_model(parsed: argparse.Namespace, text_option: str = "") -> str:
             from flatout.config.suggest import run_hint
 
             hint = run_hint(parsed.run, "name a run folder, such as runs/NAME")
-            hint += f"; text goes after {text_option}" if text_option else ""
-            raise UsageError(f"{quoted(parsed.run)} is not a folder, nor a GGUF file", hint)
+            more = f"; text goes after {text_option}" if text_option else ""
+            raise UsageError(f"{quoted(parsed.run)} is not a folder, nor a GGUF file", hint + more)
     if getattr(parsed, "folder", None) == "":
         raise UsageError("the name of the folder to write is empty", "name a new folder to write into")
     device = getattr(parsed, "device", "cpu")

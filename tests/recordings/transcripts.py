@@ -79,6 +79,7 @@ MASKS = [
         (r"(perplexity \d+\.\d|loss \d+\.\d\d|loss \d+\.\d\d to \d+\.\d\d)\d+", r"\1"),
         (r"(\d\.\d\d)\d( bits/byte)|(bits/byte \d\.\d\d)\d+", r"\1\2\3"),
         (r"\b\d+(\.\d+)? samples/s", "N samples/s"),
+        (r"\b\d+\.\d\dx(?= )", "0.00x"),  # of a step's time
         (r"(mean loss [\d.]+ +)\w+", r"\1T"),
         (r"\(choose from ([^)]*)\)", "(choose from CHOICES)"),  # Python's versions quote them differently
     ]

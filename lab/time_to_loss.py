@@ -79,10 +79,10 @@ def in_windows(model: LanguageModel, val: torch.Tensor, device: torch.device) ->
     return float(total) / tokens.numel()
 
 
-@torch.no_grad()
-def in_long_rows(model: LanguageModel, val: torch.Tensor, window: int, device: torch.device, row: int = ROW) -> float:
-    """Mean loss in long rows of whole documents, where no block looks further back than `window` tokens."""
-    config = model.config.model_copy(update={"context": row, "pattern": "W", "window": window, "dropout": 0.0})
+def with_rows(model: LanguageModel, row: int, window: int | None, device: torch.device) -> LanguageModel:
+    """The model for packed rows of that many tokens; with a `window` every block looks back so far."""
+    looks = {} if window is None else {"pattern": "W", "window": window}
+    config = model.config.model_copy(update={"context": row, "dropout": 0.0, **looks})
     kernel = "flash" if device.type == "cuda" else "sdpa"
     how = Execution(document_attention=kernel, loss="chunked" if device.type == "cuda" else "plain")
     longer = empty_model(config, model.vocab, execution=how, device=device).eval()
@@ -90,6 +90,13 @@ def in_long_rows(model: LanguageModel, val: torch.Tensor, window: int, device: t
     missing = longer.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys, missing
     assert all(name.startswith("rotary.") for name in missing.missing_keys), missing
+    return longer
+
+
+@torch.no_grad()
+def in_long_rows(model: LanguageModel, val: torch.Tensor, window: int, device: torch.device, row: int = ROW) -> float:
+    """Mean loss in long rows of whole documents, where no block looks further back than `window` tokens."""
+    longer = with_rows(model, row, window, device)
     counted = len(val) - 1 - (len(val) - 1) % row
     tokens, targets = (val[i : i + counted].view(-1, row) for i in (0, 1))
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -86,12 +86,11 @@ def test_pages_written_by_hand_stay_few_words():
     assert sum(words.values()) <= MOST_WORDS, words
 
 
-# A measured speed: a number with a unit of rate. GiB are a claim only beside one, as limits are in GiB, too.
+# What is measured: numbers with a unit of rate. GiB are only beside one or with decimals, as whole GiB may be limits.
 RATE = r"(?:tokens/s|tokens (?:a|per) second|images/s|[kMGT]i?B/s|TFLOP/s)"
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
 UNIT_FACTORS = [factor**sign for factor in (1.0, 1e3, 1e6, 1e9, 2.0**20, 2.0**30) for sign in (1, -1)]
-# Rates that are no measurement of ours.
-NOT_MEASURED: set[str] = set()
+NOT_MEASURED: set[str] = set()  # figures such as "50 GB/s" that are no measurement of ours
 
 
 def test_every_figure_of_speed_names_a_row_of_the_lab_that_has_it():
@@ -105,7 +104,7 @@ def test_every_figure_of_speed_names_a_row_of_the_lab_that_has_it():
             unnamed += [
                 f"{page.relative_to(ROOT)}: {figure} is not in {named or 'any file'}"
                 for figure in figures(block)
-                if figure not in NOT_MEASURED and not any(has(file, figure.split(" ")[0]) for file in named)
+                if figure not in NOT_MEASURED and not any(has(file, figure) for file in named)
             ]
     assert not unnamed, "\n".join(unnamed)
 
@@ -121,10 +120,8 @@ def claims(text: str) -> Iterator[tuple[str, str, str]]:
 
 def figures(block: str) -> list[str]:
     """Numbers with their units; of a table also those of a column that is headed by the unit."""
-    found = [" ".join(pair) for pair in re.findall(rf"({NUMBER})(?: ?(?:k|M|million))? ({RATE})", block)]
-    if not re.search(RATE, block):
-        return found
-    found += [f"{number} GiB" for number in re.findall(rf"({NUMBER}) GiB", block)]
+    found = [" ".join(pair) for pair in re.findall(rf"({NUMBER})\s+((?:(?:k|M|million) )?{RATE})", block)]
+    found += [f"{number} GiB" for number in re.findall(rf"({NUMBER})\s+GiB", block) if "." in number or found]
     if block.startswith("|"):
         rows = [line.strip("|").split("|") for line in block.splitlines()]
         for column, head in enumerate(rows[0]):
@@ -134,11 +131,12 @@ def figures(block: str) -> list[str]:
     return found
 
 
-def has(file: str, number: str) -> bool:
-    """Whether the file has the number, in some unit, when it is rounded to the digits of `number`."""
+def has(file: str, figure: str) -> bool:
+    """Whether the file has the number, in some unit, when it is rounded to the digits of the figure."""
+    number, _, unit = figure.partition(" ")
     value, half = float(number.replace(",", "")), 0.5 * 10.0 ** -len(number.partition(".")[2])
     known = numbers(file)
-    for factor in UNIT_FACTORS:
+    for factor in (1.0,) if unit.startswith(("tokens", "images")) else UNIT_FACTORS:
         at = bisect_left(known, (value - half) / factor * (1 - 1e-9))
         if at < len(known) and known[at] <= (value + half) / factor * (1 + 1e-9):
             return True
@@ -166,9 +164,12 @@ def test_figures_are_found_and_compared():
     table = "| case | tokens/s |\n|---|---|\n| a | 101,309 |\n| b, 19.3 GiB | **12** |"
     assert figures(table) == ["19.3 GiB", "101,309 tokens/s", "12 tokens/s"]
     assert figures("at most 8 GiB of memory, 64 MiB of files") == []
+    assert figures("it takes 3.7 GiB and 38\n  million tokens a second") == ["38 million tokens a second", "3.7 GiB"]
     assert figures("reads 25.05 MB/s with 3 GiB") == ["25.05 MB/s", "3 GiB"]
-    assert has("finetune.jsonl", "101,309")
-    assert not has("finetune.jsonl", "101,308")
+    assert has("finetune.jsonl", "101,309 tokens/s")
+    assert has("finetune.jsonl", "19.3 GiB")
+    assert has("finetune.jsonl", "0.1013 million tokens/s")
+    assert not has("finetune.jsonl", "101,308 tokens/s")
     section = "# A\n\nOne.\n\n| x |\n|---|\n| 1 |\n\nBelow.\n- item\n  more\n"
     assert [block for block, _, _ in claims(section)] == [
         "# A",

@@ -1,8 +1,8 @@
 """Builds the site from the pages: `python docs/make_site.py`, or `make docs`.
 
-The pages are written for GitHub. Zensical takes one folder, so pages and pictures are laid out anew in build/pages, with
-the links between them rewritten; links to other files of the repository lead to its address. The site is build/site.
-Broken links and anchors end the build.
+The pages are written for GitHub. Zensical takes one folder, so pages and pictures are copied to build/pages with their
+links rewritten; a link to any other file leads to the repository. The site is build/site. Broken links and anchors are
+errors.
 """
 
 import json
@@ -18,15 +18,13 @@ from typing import Any
 
 from flatout.errors import REPOSITORY, SITE
 
-ROOT = Path(__file__).parents[1]
-STAGE, OUT = ROOT / "build" / "pages", ROOT / "build" / "site"
 OUTSIDE = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 PICTURES = (".png", ".svg")
-# The parts of the navigation: a folder, and which of its pages come first. The others follow by name.
+# The folders of the site, and which of their pages come first. The others follow by name.
 FIRST = {
     "tutorials": "",
-    "guides": "data training before-a-run fine-tuning long-context models after-training watching troubleshooting speed "
-    "many-gpus python safety platforms upgrading",
+    "guides": "data training before-a-run fine-tuning long-context models after-training watching troubleshooting "
+    "speed many-gpus python safety platforms upgrading",
     "coming-from": "",
     "reference": "settings verbs records api",
     "lab": "speed bench recipe minutes finders sizes tune",
@@ -34,66 +32,90 @@ FIRST = {
 }
 
 
-def placed() -> dict[Path, str]:
+def build(root: Path, folder: Path) -> int:
+    """Writes folder/site from the repository in `root`; returns an exit code."""
+    stage, config = folder / "pages", folder / "zensical.toml"
+    for old in (stage, folder / "site"):
+        shutil.rmtree(old, ignore_errors=True)
+    pages, lost = placed(root), list[str]()
+    for path, place in pages.items():
+        text, pictures, broken = for_the_site(path.read_text(encoding="utf-8"), path, root, pages)
+        for picture in pictures:
+            (stage / picture).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path.parent / pictures[picture], stage / picture)
+        (stage / place).parent.mkdir(parents=True, exist_ok=True)
+        (stage / place).write_text(text, encoding="utf-8")
+        lost += broken
+    if lost:
+        print(*lost, sep="\n", file=sys.stderr)
+        return 1
+    here = Path(__file__).parent
+    shutil.copy(here / "iframe-worker.js", stage)
+    head = {"site_name": "Flatout", "site_url": f"{SITE}/", "repo_url": REPOSITORY, "repo_name": "Repository"}
+    head |= {"docs_dir": stage.name, "site_dir": "site", "nav": navigation(pages.values())}
+    lines = ["[project]", *(f"{name} = {toml(value)}" for name, value in head.items()), ""]
+    config.write_text("\n".join(lines) + (here / "zensical.toml").read_text(encoding="utf-8"), encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "-f", str(config)]
+    ).returncode
+
+
+def placed(root: Path) -> dict[Path, str]:
     """Every page, and its place on the site; the README of a folder is the folder's index."""
-    pages = {path: path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    pages |= {path: path.relative_to(ROOT).as_posix() for path in (ROOT / "lab").glob("*.md")}
-    pages |= {path: path.name.lower() for name in OUTSIDE if (path := ROOT / name).exists()}
+    pages = {path: path.relative_to(root / "docs").as_posix() for path in (root / "docs").rglob("*.md")}
+    pages |= {path: path.relative_to(root).as_posix() for path in (root / "lab").glob("*.md")}
+    pages |= {path: path.name.lower() for name in OUTSIDE if (path := root / name).exists()}
     return {path: re.sub(r"README\.md$", "index.md", place) for path, place in pages.items()}
 
 
-def relaid(path: Path, pages: dict[Path, str]) -> tuple[str, list[str]]:
-    """A page as the site needs it, and its links that lead nowhere."""
-    lost: list[str] = []
+def for_the_site(text: str, path: Path, root: Path, pages: dict[Path, str]) -> tuple[str, dict[str, str], list[str]]:
+    """A page for the site, the pictures it shows by their place on the site, and its links that lead nowhere."""
+    pictures, lost = dict[str, str](), list[str]()
 
     def link(found: re.Match[str]) -> str:
         target, hash_, anchor = (found["link"] or "").partition("#")
         if not target or ":" in target:
             return found[0]
         there = (path.parent / target).resolve()
-        if not there.exists():
-            lost.append(f"{path.relative_to(ROOT)}: {found['link']} leads nowhere")
+        if not there.exists() or not there.is_relative_to(root):
+            lost.append(f"{path.relative_to(root)}: {found['link']} leads nowhere")
             return found[0]
-        inside = there.relative_to(ROOT).as_posix()
+        place = pages.get(there) or there.relative_to(root).as_posix().removeprefix("docs/")
         if there.suffix in PICTURES:
-            place = inside.removeprefix("docs/")
-            (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(there, STAGE / place)
-        elif there in pages:
-            place = pages[there]
-        else:
-            return f"]({REPOSITORY}/{'tree' if there.is_dir() else 'blob'}/main/{inside})"
+            pictures[place] = target
+        elif there not in pages:
+            kind = "tree" if there.is_dir() else "blob"
+            return f"]({REPOSITORY}/{kind}/main/{there.relative_to(root).as_posix()})"
         return f"]({posixpath.relpath(place, posixpath.dirname(pages[path]))}{hash_}{anchor})"
 
-    parts = re.split(r"(^ *```.*?^ *```$)", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    for at, part in enumerate(parts):  # text and blocks of code in turns; unlike GitHub, Zensical wants gaps
-        if at % 2:
-            inside_item = part.startswith(" ")
-            parts[at] = textwrap.indent(part, " " * (-(len(part) - len(part.lstrip())) % 4)) if inside_item else f"\n{part}\n"
-            continue
-        text = re.sub(r"`[^`]*`|\]\((?P<link>[^)\s]+)\)", link, part)
-        parts[at] = re.sub(r"^(?![-*+] |\d+\. |\s)(.+)\n(?=[-*+] |1\. )", r"\1\n\n", text, flags=re.MULTILINE)
-    return "".join(parts), lost
+    parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.DOTALL | re.MULTILINE)
+    for at, part in enumerate(parts):  # text and blocks of code in turns
+        if at % 2 == 0:
+            part = re.sub(r"`[^`]*`|\]\((?P<link>[^)\s]+)\)", link, part)
+            # Unlike GitHub, Zensical wants an empty line before a list, and before and after a block of code.
+            part = re.sub(r"^(?![-*+] |\d+\. |\s)(.+)\n(?=[-*+] |1\. )", r"\1\n\n", part, flags=re.MULTILINE)
+        elif part.startswith(" "):  # in a list, where it wants four spaces
+            part = textwrap.indent(part, " " * (-part.index("`") % 4))
+        else:
+            part = f"\n{part}\n"
+        parts[at] = part
+    return "".join(parts), pictures, lost
 
 
 def navigation(places: Iterable[str]) -> list[Any]:
-    """The four parts, as Zensical takes them."""
-    folders: dict[str, list[str]] = {}
+    """Tutorials, guides, reference and what contributors need, as Zensical takes them."""
+    folders: dict[str, list[str]] = {name: [] for name in FIRST}
     for place in places:
         folders.setdefault(posixpath.dirname(place), []).append(place)
-
-    def listed(folder: str) -> list[Any]:
-        first = [f"{folder}/{name}.md".lstrip("/") for name in ("index", *FIRST[folder].split())]
-        return sorted(folders[folder], key=lambda place: (first.index(place) if place in first else len(first), place))
-
-    front, *rest = listed("")
-    return [
-        {"Flatout": front},
-        {"Tutorials": listed("tutorials")},
-        {"Guides": [*listed("guides"), *([{"Coming from": listed("coming-from")}] if "coming-from" in folders else [])]},
-        {"Reference": listed("reference")},
-        {"Contributing": [*rest, {"The lab": listed("lab")}]},
-    ]
+    for folder, found in folders.items():
+        first = [posixpath.join(folder, f"{name}.md") for name in ("index", *FIRST.get(folder, "").split())]
+        found.sort(key=lambda place: (first.index(place) if place in first else len(first), place))
+    front, *others = folders[""]
+    parts = {"Home": front, "Tutorials": folders["tutorials"], "Guides": [*folders["guides"]]}
+    parts |= {"Reference": folders["reference"], "Contributing": [*others, {"The lab": folders["lab"]}]}
+    if folders["coming-from"]:
+        parts["Guides"].append({"Coming from": folders["coming-from"]})
+    return [{name: part} for name, part in parts.items()]
 
 
 def toml(value: Any) -> str:
@@ -102,27 +124,6 @@ def toml(value: Any) -> str:
     return f"[{', '.join(map(toml, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
-def main() -> int:
-    shutil.rmtree(STAGE, ignore_errors=True)
-    shutil.rmtree(OUT, ignore_errors=True)
-    pages, lost = placed(), list[str]()
-    for path, place in pages.items():
-        (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
-        text, broken = relaid(path, pages)
-        (STAGE / place).write_text(text, encoding="utf-8")
-        lost += broken
-    if lost:
-        print(*lost, sep="\n", file=sys.stderr)
-        return 1
-    head = {"site_name": "Flatout", "site_url": f"{SITE}/", "repo_url": REPOSITORY, "docs_dir": STAGE.name}
-    head |= {"site_dir": OUT.name, "strict": True, "nav": navigation(pages.values())}
-    lines = ["[project]", *(f"{name} = {toml(value)}" for name, value in head.items())]
-    shutil.copy(ROOT / "docs" / "iframe-worker.js", STAGE)
-    config = STAGE.parent / "zensical.toml"
-    config.write_text("\n".join(lines) + "\n\n" + (ROOT / "docs" / "zensical.toml").read_text(encoding="utf-8"))
-    built = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean", "-f", str(config)])
-    return built.returncode
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    repository = Path(__file__).parents[1]
+    sys.exit(build(repository, repository / "build"))

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -21,17 +20,17 @@ from tests.end_to_end.serving import Server
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "flatout"
-NEEDED_BY_TESTS = (
-    "README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff LICENSE Makefile constraints.txt pyproject.toml .gitignore docs lab "
-    "examples tests src .github"
-).split()
+FILES = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile", "constraints.txt"}
+FOLDERS = {"docs", "lab", "examples", "tests", "src", ".github"}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel, which is built from the sdist, and the sdist."""
     out = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT], check=True, capture_output=True
+    )
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return wheel, sdist
 
@@ -40,7 +39,9 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: tuple[P
     with zipfile.ZipFile(built[0]) as archive:
         names = set(archive.namelist())
     inside = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
-    assert {name for name in names if ".dist-info/" not in name} == {name for name in inside if "__pycache__" not in name}
+    assert {name for name in names if ".dist-info/" not in name} == {
+        name for name in inside if "__pycache__" not in name
+    }
     assert "flatout/py.typed" in names
 
 
@@ -48,7 +49,7 @@ def test_the_sdist_has_what_the_tests_need(built: tuple[Path, Path], tmp_path: P
     with tarfile.open(built[1]) as archive:
         archive.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
-    assert not [name for name in NEEDED_BY_TESTS if not (folder / name).exists()]
+    assert {path.name for path in folder.iterdir()} >= FILES | FOLDERS | {"pyproject.toml", ".gitignore"}
     for part in ("tests", "docs", "lab", "examples"):
         ours = {path.relative_to(ROOT) for path in (ROOT / part).rglob("*") if path.is_file() and not_made(path)}
         assert ours == {path.relative_to(folder) for path in (folder / part).rglob("*") if path.is_file()}, part
@@ -60,9 +61,20 @@ def not_made(path: Path) -> bool:
 
 def test_the_wheel_works_without_the_repository(built: tuple[Path, Path], tmp_path: Path):
     site = tmp_path / "site"
-    words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(built[0])]
+    words = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(built[0]),
+    ]
     subprocess.run(words, check=True, capture_output=True)
-    use([sys.executable, str(site / "bin" / "flatout")], {"PYTHONPATH": str(site)}, site, tmp_path / "empty")
+    use(Path(sys.executable), site / "bin" / "flatout", {"PYTHONPATH": str(site)}, tmp_path / "empty")
 
 
 @pytest.mark.slow
@@ -73,50 +85,60 @@ def test_the_wheel_installs_into_an_empty_environment(built: tuple[Path, Path], 
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"pip has no packages to install: {done.stderr[-300:]}")
-    use([str(python.with_name("flatout"))], {}, tmp_path / "venv", tmp_path / "empty")
+    use(python, python.with_name("flatout"), {}, tmp_path / "empty")
 
 
-def use(command: list[str], more: dict[str, str], home: Path, folder: Path) -> None:
-    """What a new user does first; the package is in `home`, and `folder` does not exist yet."""
+def use(python: Path, program: Path, more: dict[str, str], folder: Path) -> None:
+    """What a new user does first. `folder` does not exist yet."""
     folder.mkdir()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
+    environment = {**os.environ, "PYTHONPATH": "", **more}
 
-    def run(*words: str) -> str:
-        done = subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True, text=True)
+    def run(*words: str | Path) -> str:
+        done = subprocess.run([python, *words], cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert run("--version") == f"flatout {flatout.__version__}\n"
-    assert str(home) in run("config", "presets", "--json") or True
-    run("train", "shakespeare-char", *TINY, "train.steps=3", "output.name=base")
-    assert json.loads((folder / "runs/base/metrics.jsonl").read_text().splitlines()[0])["flatout"] == flatout.__version__
+    used = Path(run("-c", "import flatout; print(flatout.__file__)").strip())
+    assert used.is_relative_to(program.parents[1])
+    assert run(program, "--version") == f"flatout {flatout.__version__}\n"
+    run(program, "train", "shakespeare-char", *TINY, "model.context=64", "train.steps=3", "output.name=base")
+    assert (
+        json.loads((folder / "runs/base/metrics.jsonl").read_text().splitlines()[0])["flatout"] == flatout.__version__
+    )
     rows = [{"instruction": f"Say {n}", "output": "Aye, my lord."} for n in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    run("finetune", "model.init_from=runs/base", "chat.source=rows.jsonl", "train.steps=2", "output.name=tuned")
-    assert "torch" in run("doctor")
-    run("report", "runs/base")
+    run(
+        program, "finetune", "model.init_from=runs/base", "chat.source=rows.jsonl", "train.steps=2", "output.name=tuned"
+    )
+    assert "torch" in run(program, "doctor")
+    run(program, "report", "runs/base")
     assert "</html>" in (folder / "runs/base/report.html").read_text(encoding="utf-8")
-    server = Server(folder / "runs/base", command=command, env=environment)
+    server = Server(folder / "runs/base", command=[str(python), str(program)], env=environment)
     try:
         answer = server.ask("/v1/completions", prompt="the", max_tokens=4)
     finally:
         code, errors = server.end()
     assert answer["usage"]["completion_tokens"] == 4
     assert code == 0, errors
-    assert shutil.rmtree(folder) is None
 
 
 def test_version_and_addresses_stand_once():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["urls"] == {"Documentation": SITE, "Repository": REPOSITORY}
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert (citation["version"], citation["url"], citation["repository-code"]) == (flatout.__version__, SITE, REPOSITORY)
+    assert (citation["version"], citation["url"], citation["repository-code"]) == (
+        flatout.__version__,
+        SITE,
+        REPOSITORY,
+    )
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert newest is not None
     assert newest[1] == flatout.__version__
 
 
 def test_forms_for_issues_ask_for_the_bundle():
-    forms = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[bf]*.yml")]
+    forms = [
+        yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[bf]*.yml")
+    ]
     assert len(forms) == 2
     assert all("flatout report --zip" in json.dumps(form["body"]) for form in forms)

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,9 +54,8 @@ def build(root: Path, folder: Path) -> int:
     head |= {"docs_dir": stage.name, "site_dir": "site", "nav": navigation(pages.values())}
     lines = ["[project]", *(f"{name} = {toml(value)}" for name, value in head.items()), ""]
     config.write_text("\n".join(lines) + (here / "zensical.toml").read_text(encoding="utf-8"), encoding="utf-8")
-    return subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "-f", str(config)]
-    ).returncode
+    quietly = "import sys; sys.tracebacklimit = 0; from zensical.main import cli; cli()"  # its warnings say all
+    return subprocess.run([sys.executable, "-c", quietly, "build", "--strict", "--clean", "-f", str(config)]).returncode
 
 
 def placed(root: Path) -> dict[Path, str]:
@@ -88,18 +86,29 @@ def for_the_site(text: str, path: Path, root: Path, pages: dict[Path, str]) -> t
             return f"]({REPOSITORY}/{kind}/main/{there.relative_to(root).as_posix()})"
         return f"]({posixpath.relpath(place, posixpath.dirname(pages[path]))}{hash_}{anchor})"
 
-    parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.DOTALL | re.MULTILINE)
-    for at, part in enumerate(parts):  # text and blocks of code in turns
-        if at % 2 == 0:
-            part = re.sub(r"`[^`]*`|\]\((?P<link>[^)\s]+)\)", link, part)
-            # Unlike GitHub, Zensical wants an empty line before a list, and before and after a block of code.
-            part = re.sub(r"^(?![-*+] |\d+\. |\s)(.+)\n(?=[-*+] |1\. )", r"\1\n\n", part, flags=re.MULTILINE)
-        elif part.startswith(" "):  # in a list, where it wants four spaces
-            part = textwrap.indent(part, " " * (-part.index("`") % 4))
-        else:
-            part = f"\n{part}\n"
-        parts[at] = part
-    return "".join(parts), pictures, lost
+    parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.DOTALL | re.MULTILINE)  # text and blocks of code in turns
+    parts[::2] = [re.sub(r"`[^`]*`|\]\((?P<link>[^)\s]+)\)", link, part) for part in parts[::2]]
+    return spaced("".join(parts)), pictures, lost
+
+
+def spaced(text: str) -> str:
+    """GitHub's Markdown as Zensical wants it: empty lines around lists and code, four spaces for what is in an item."""
+    lines, items, code = [""], list[int](), False  # where the text of each open item begins
+    for line in text.split("\n"):
+        indent, fence = len(line) - len(line.lstrip()), line.lstrip().startswith("```")
+        item = None if code else re.match(r" *(?:[-*+]|(\d+)\.) +", line)
+        while items and indent < items[-1] and line and not code:
+            items.pop()
+        begins = item and item[1] in (None, "1") and not re.match(r" |[-*+] |\d+\. ", lines[-1])
+        if not items and lines[-1] and (begins or (fence and not code)):
+            lines.append("")
+        lines.append(" " * 4 * len(items) + line[min(indent, items[-1]) if items else 0 :] if line else "")
+        if not items and fence and code:
+            lines.append("")
+        code = code != fence
+        if item:
+            items.append(item.end())
+    return "\n".join(lines[1:])
 
 
 def navigation(places: Iterable[str]) -> list[Any]:

@@ -30,6 +30,7 @@ lint: $(VENV)/.dev
 # The site, in build/site; its search works without a server, too.
 docs: $(VENV)/.docs
 	$(BIN)/python docs/make_site.py
+	@echo "the site: build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

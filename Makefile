@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: train data test test-slow lint clean
+.PHONY: train data test test-slow lint docs clean
 
 train: $(VENV)/.core
 	$(BIN)/flatout train shakespeare
@@ -27,8 +27,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# The site, in build/site; its search works without a server, too.
+docs: $(VENV)/.docs
+	$(BIN)/python docs/make_site.py
+	@echo "the site: build/site/index.html"
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -43,6 +48,11 @@ $(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/.data: $(VENV)/.core
 	@echo "installing the readers for parquet, zst, Hugging Face datasets and crawls into $(VENV)"
 	$(PIP) -e ".[data]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	@echo "installing what builds the site into $(VENV)"
+	$(PIP) -e ".[docs]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

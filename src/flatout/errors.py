@@ -5,6 +5,10 @@ Each one says what happened (with the value) and what to do about it; the comman
 traceback.
 """
 
+# The project's addresses, which hints name. The same stand in pyproject.toml; change them here and there together.
+REPOSITORY = "https://flatout.example/repository"
+SITE = "https://flatout.example"
+
 
 class UserError(Exception):
     """Something the user can mend: `what` is wrong, and `hint` is the way out.

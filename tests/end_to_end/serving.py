@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,15 @@ SOURCE = Path(__file__).parents[2] / "src"
 class Server:
     """A running `flatout serve`."""
 
-    def __init__(self, model: Path, *options: str, key: str = "", env: Mapping[str, str] | None = None) -> None:
-        words = [sys.executable, "-m", "flatout", "serve", str(model), "--port", "0", "--device", "cpu", *options]
+    def __init__(
+        self,
+        model: Path,
+        *options: str,
+        key: str = "",
+        env: Mapping[str, str] | None = None,
+        command: Sequence[str] = (sys.executable, "-m", "flatout"),
+    ) -> None:
+        words = [*command, "serve", str(model), "--port", "0", "--device", "cpu", *options]
         path = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "FLATOUT_API_KEY": key, **(env or {})}
         self.key, self.errors = key, None

@@ -56,15 +56,24 @@ def new_figure(width: float, height: float, dpi: int = 120) -> Figure:
 
 
 def write_picture(path: str | Path, draw: Callable[[], Figure], *, overwrite: bool = False) -> None:
-    """Writes what `draw` makes, without the user's own style, a date or random names in it.
-
-    With `overwrite`, also in the place of a file that is no picture of ours.
-    """
+    """Writes what `draw` makes; with `overwrite`, also in the place of a file that is no picture of ours."""
     path = Path(path)
     shown = printable(str(path))
     form = path.suffix.lower().removeprefix(".")
     if form not in ("png", "svg"):
         raise UsageError(f"a picture cannot be written as {printable(path.name)!r}", "name a .png or .svg file")
+    content = picture_bytes(draw, form)
+    if "\0" in str(path) or not path.parent.is_dir():
+        raise ResourceError(
+            f"could not write the picture {shown}: there is no such folder", "name a folder that is there"
+        )
+    check_replaceable(path, is_picture, overwrite=overwrite)
+    with disk_errors(f"the picture {shown}", safe=""):
+        write_whole(path, content)
+
+
+def picture_bytes(draw: Callable[[], Figure], form: str = "png") -> bytes:
+    """What `draw` makes, as PNG or SVG, without the user's own style, a date or random names in it."""
     try:
         import matplotlib
     except ImportError as error:
@@ -74,13 +83,7 @@ def write_picture(path: str | Path, draw: Callable[[], Figure], *, overwrite: bo
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False})
         draw().savefig(content, format=form, metadata=_METADATA[form])
-    if "\0" in str(path) or not path.parent.is_dir():
-        raise ResourceError(
-            f"could not write the picture {shown}: there is no such folder", "name a folder that is there"
-        )
-    check_replaceable(path, is_picture, overwrite=overwrite)
-    with disk_errors(f"the picture {shown}", safe=""):
-        write_whole(path, content.getvalue())
+    return content.getvalue()
 
 
 def is_picture(path: Path) -> bool:

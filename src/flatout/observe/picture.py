@@ -36,9 +36,10 @@ else:
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
-INK, FAINT, LINE = "#22272e", "#6e7781", "#b6bcc3"
-BLUE, ORANGE, RED, TEAL = "#2f6db5", "#e08a1e", "#c0392b", "#3a9d8f"
-PURPLE, GREY = "#7b5aa6", "#8a929b"
+# One style for all pictures: these are the light colours of page/report.css. Their ground is white on dark pages too.
+INK, FAINT, LINE, GRID, RED = "#1b2129", "#57606b", "#b6bcc3", "#e8ebef", "#b3261e"
+COLOURS = ("#0b62b8", "#c4510a", "#0a7d5a", "#8547bd", "#b42d78", "#7d5c00", "#0d7286", "#56606c", "#9aa62a", "#e3b505")
+BLUE, ORANGE, TEAL, PURPLE, GREY = *COLOURS[:4], "#8a929b"
 SMALL = 9.0
 _METADATA = {"png": {"Software": "flatout"}, "svg": {"Creator": "flatout", "Date": None}}
 _PNG_MARK = b"tEXtSoftware\0flatout"
@@ -219,7 +220,7 @@ def draw_frame(axes: Axes, title: str, words: str = "") -> None:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(LINE)
     axes.tick_params(length=3, color=LINE, labelcolor=INK, labelsize=SMALL)
-    axes.grid(True, color="#e6e9ec", linewidth=0.8)
+    axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
 
 

@@ -51,7 +51,11 @@ def anchors(text: str) -> set[str]:
 
 def test_utilisation_is_defined_in_one_way():
     """A share of time, with an aim: the pages, the report's figures and the row of the guide agree."""
-    pages = [ROOT / "docs/guides/before-a-run.md", ROOT / "docs/guides/watching.md", ROOT / "src/flatout/observe/report_data.py"]
+    pages = [
+        ROOT / "docs/guides/before-a-run.md",
+        ROOT / "docs/guides/watching.md",
+        ROOT / "src/flatout/observe/report_data.py",
+    ]
     for page in pages:
         text = " ".join(page.read_text(encoding="utf-8").split())
         assert "the share of the time in which some kernel ran" in text, page

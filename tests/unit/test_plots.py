@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from flatout.records import StepRecord
 
 Row = dict[str, Any]
 REPORT_STYLE = Path(picture.__file__).parent / "page" / "report.css"
+LAB = Path(__file__).parents[2] / "lab"
 NASTY = "$x_1^2$ \\frac{1}{0} <script>"
 
 
@@ -784,3 +786,13 @@ def test_pictures_and_the_report_share_their_colours():
     assert tuple(light[f"run-{number}"] for number in range(8)) == picture.COLOURS[:8]
     named = {"ink": picture.INK, "soft": picture.FAINT, "grid": picture.GRID, "bad": picture.RED}
     assert {name: light[name] for name in named} == named
+
+
+def test_the_pictures_of_the_lab_are_drawn_from_their_rows():
+    drawn = runpy.run_path(str(LAB / "pictures.py"))["DRAWN"]
+    assert drawn.keys() == {path.name for path in LAB.glob("*.png")}
+    assert all(is_picture(LAB / name) for name in drawn)
+    figures = {name: draw() for name, draw in drawn.items()}
+    words = " ".join(text.get_text() for text in figures["time-to-loss-h200.png"].texts)
+    for row in ("nanoGPT, 124M AdamW 1.2e-3, cosine, 131,072\ntokens a step", "3.779 after 102 s", "2.776 after 44 s"):
+        assert row in words

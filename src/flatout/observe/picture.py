@@ -82,7 +82,7 @@ def picture_bytes(draw: Callable[[], Figure], form: str = "png") -> bytes:
     content = io.BytesIO()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False})
+        matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False, "text.color": INK})
         draw().savefig(content, format=form, metadata=_METADATA[form])
     return content.getvalue()
 

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -142,9 +142,9 @@ class Chart:
     def _figure(self) -> Figure:
         figure = new_figure(WIDTH, HEIGHT, dpi=SHARP)
         evals = numpy.array(self.evals, dtype=float).reshape(-1, 2)
-        axes = figure.add_axes((0.075, 0.15, 0.91, 0.73))
+        axes = figure.add_axes((0.08, 0.15, 0.905, 0.73))
         curves = [
-            Curve(self._losses.series, BLUE, "training", smoothed=True),
+            Curve(replace(self._losses.series, unit="nats per token"), BLUE, "training", smoothed=True),
             Curve(Series(evals[:, 0], evals[:, 1]), ORANGE, "validation", best=True),
         ]
         name = "loss" if self.info is None else fitted(drawable(self.info.folder), 11.5, 0.35 * WIDTH)

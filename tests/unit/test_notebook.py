@@ -1,7 +1,7 @@
 """Runs in a notebook: one picture redrawn in its place, tables that hold no markup of a run, silence elsewhere."""
 
 import dataclasses
-import re
+import logging
 import sys
 import types
 from pathlib import Path
@@ -11,17 +11,20 @@ import pytest
 import flatout
 from flatout.observe import notebook
 from flatout.observe.notebook import Chart, RunResult
-from flatout.records import NoticeRecord, StepRecord
+from flatout.records import NoticeRecord, PrepareProgress, StepRecord
 from flatout.shown import ShortlyShown, Shown
 from tests.made_runs import end_of, eval_of, info_of, step_of
 
 
 class Handle:
     def __init__(self) -> None:
-        self.pictures: list[str] = []
+        self.pictures: list[bytes | None] = []
+        self.words: list[str] = []
 
     def update(self, chart: Chart) -> None:
-        self.pictures.append(chart._repr_html_())
+        made = chart._repr_png_()
+        self.pictures.append(made and made[0])
+        self.words.append(repr(chart))
 
 
 @pytest.fixture
@@ -36,7 +39,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Handle:
         return handle
 
     fake = types.SimpleNamespace(
-        get_ipython=lambda: types.SimpleNamespace(kernel=object()), display=types.SimpleNamespace(display=display)
+        version_info=(9, 0),  # matplotlib looks at it
+        get_ipython=lambda: types.SimpleNamespace(kernel=object()),
+        display=types.SimpleNamespace(display=display),
     )
     monkeypatch.setitem(sys.modules, "IPython", fake)  # pyright: ignore[reportArgumentType]
     return handle
@@ -49,15 +54,57 @@ def step(number: int, loss: float = 2.0) -> StepRecord:
     return step_of(number, loss=loss)
 
 
-def test_a_chart_is_one_picture_that_is_redrawn_and_ends_up_to_date(shown: Handle):
+def test_a_chart_is_one_picture_that_is_redrawn_and_ends_up_to_date(shown: Handle, capsys: pytest.CaptureFixture[str]):
     chart = Chart(seconds=0.0)
-    for record in (step(1, 3.0), step(2, 2.0), NoticeRecord(step=2, message="x"), eval_of(2, 2.5), END):
+    before = PrepareProgress("reading", 0, 1, 30, 40, 0, 0, 0)
+    for record in (before, info_of(Path("runs/x")), step(1, 3.0), NoticeRecord(step=2, message="x"), END):
+        chart._due = 0.0  # drawing may rest
         chart(record)
-    assert len(shown.pictures) == 4, "a notice draws nothing"
-    last = shown.pictures[-1]
-    assert last.count("<circle") == 1
-    assert len(re.findall(r"[\d.]+,[\d.]+", last)) == 2, "the points of the line"
-    assert "validation 2.5000, best 2.5000 · finished" in last
+    assert capsys.readouterr() == ("note: x\n", ""), "the others draw"
+    assert [picture is None for picture in shown.pictures] == [True, True, False, False]
+    assert shown.words[:2] == ["preparing: reading 75%", "runs/x: waiting for the first step"]
+    assert shown.pictures[-1] != shown.pictures[-2]
+    assert chart._line().endswith(" · finished")
+
+
+def test_the_picture_has_ticks_and_both_curves():
+    chart = Chart(shown=False)
+    for record in (step(1, 3.0), step(2, 2.0), eval_of(2, 2.5)):
+        chart(record)
+    axes = chart._figure().axes[0]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "training",
+        "validation",
+        "lowest validation",
+    ]
+    assert len(axes.get_xticks()) > 1
+    assert len(axes.get_yticks()) > 1
+
+
+def test_a_result_shows_its_curve_once(shown: Handle, monkeypatch: pytest.MonkeyPatch):
+    watched, other = Chart(), Chart(shown=False)
+    for chart in (watched, other):
+        chart(step(1))
+    results = [RunResult(Path("runs/x"), info_of(Path("runs/x")), END, chart) for chart in (watched, other)]
+    assert ["<img" in result._repr_html_() for result in results] == [False, True]
+
+
+def test_a_warning_in_a_notebook_is_a_plain_line(
+    shown: Handle, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    notebook.warn("a disk is slow")
+    assert capsys.readouterr() == ("note: a disk is slow\n", "")
+    assert caplog.messages == []
+    handler = logging.NullHandler()
+    logging.getLogger("flatout").addHandler(handler)
+    try:
+        notebook.warn("a disk is slow")
+    finally:
+        logging.getLogger("flatout").removeHandler(handler)
+    assert capsys.readouterr() == ("", "")
+    assert caplog.messages == ["a disk is slow"]
 
 
 def test_a_chart_of_another_run_begins_anew_and_one_of_a_resumed_run_goes_on():
@@ -114,7 +161,7 @@ def test_a_long_run_keeps_few_points(monkeypatch: pytest.MonkeyPatch):
         chart(step(number, float("nan") if number == 7 else 1 / number))
     assert 40 < len(chart.losses) <= 102
     assert chart.losses[-1][0] > 4800
-    assert "nan" not in chart._repr_html_()
+    assert chart._repr_png_() is not None
 
 
 @pytest.mark.parametrize("ipython", [None, types.SimpleNamespace(get_ipython=lambda: None),
@@ -139,6 +186,6 @@ def test_records_and_results_show_themselves_without_markup_of_the_run():
     chart(step(1))
     result = RunResult(Path("runs/<b>"), info_of(Path("runs/<b>")), END, chart)
     assert "<b>" not in result._repr_html_()
-    assert "<svg" in result._repr_html_()
+    assert "<img" in result._repr_html_()
     assert result.loss == END.val_loss
     assert repr(result) == "RunResult('runs/<b>', finished)"

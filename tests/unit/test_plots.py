@@ -7,6 +7,8 @@ import json
 import math
 import os
 import random
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,7 +22,7 @@ import pytest
 from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.files import write_whole
-from flatout.observe import plots
+from flatout.observe import picture, plots
 from flatout.observe.picture import is_picture, short_number, time_unit
 from flatout.observe.plots import (
     comparison_figure,
@@ -34,6 +36,8 @@ from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import StepRecord
 
 Row = dict[str, Any]
+REPORT_STYLE = Path(picture.__file__).parent / "page" / "report.css"
+LAB = Path(__file__).parents[2] / "lab"
 NASTY = "$x_1^2$ \\frac{1}{0} <script>"
 
 
@@ -774,3 +778,21 @@ def test_a_mangled_file_can_be_drawn(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2, 150))
 def test_many_mangled_files_can_be_drawn(tmp_path: Path, seed: int) -> None:
     check_mangled(tmp_path, seed)
+
+
+def test_pictures_and_the_report_share_their_colours():
+    style = REPORT_STYLE.read_text(encoding="utf-8")
+    light = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", style[: style.index("@media")]))
+    assert tuple(light[f"run-{number}"] for number in range(8)) == picture.COLOURS[:8]
+    named = {"ink": picture.INK, "soft": picture.FAINT, "grid": picture.GRID, "bad": picture.RED}
+    assert {name: light[name] for name in named} == named
+
+
+def test_the_pictures_of_the_lab_are_drawn_from_their_rows():
+    drawn = runpy.run_path(str(LAB / "pictures.py"))["DRAWN"]
+    assert drawn.keys() == {path.name for path in LAB.glob("*.png")}
+    assert all(is_picture(LAB / name) for name in drawn)
+    figures = {name: draw() for name, draw in drawn.items()}
+    words = " ".join(text.get_text() for text in figures["time-to-loss-h200.png"].texts)
+    for row in ("nanoGPT, 124M AdamW 1.2e-3, cosine, 131,072\ntokens a step", "3.779 after 102 s", "2.776 after 44 s"):
+        assert row in words

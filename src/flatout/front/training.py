@@ -5,7 +5,6 @@ Fine-tuning: training on conversations or instructions.
 
 import contextlib
 import dataclasses
-import logging
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from flatout.front.configs import check_rows_named, stored_config, with_sources
 from flatout.front.resuming import HeldFolder, Origin, as_begun, check_resumed, own_settings
 from flatout.launch import OtherProcessError, launch
 from flatout.observe.alerts import Alerts
-from flatout.observe.notebook import Chart, RunResult
+from flatout.observe.notebook import Chart, RunResult, warn
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
 from flatout.observe.trackers import Trackers, open_trackers
 from flatout.parallel.ranks import joined
@@ -65,7 +64,7 @@ def prepare(
     if not overwrite:
         before, loaded = len(loaded.notices), as_prepared(loaded)
         for notice in loaded.notices[before:]:
-            logging.getLogger("flatout").warning("%s", notice)
+            warn(notice)
     wanted = loaded.config
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers)[0]
 
@@ -134,6 +133,7 @@ def train(
         if function is not None and not callable(function):
             raise UsageError(f"a {type(function).__name__} was given as {name}=", "give a function")
     custom = CustomParts(model, optimizer)
+    progress = on_record if progress is None and isinstance(on_record, Chart) else progress
     records = _train(config, _arrays(data, val), custom, None if resume is None else str(resume), stop, save, progress)
     records = _watched(records) if alerts else records
     return records if on_record is None else _to_the_end(records, on_record)
@@ -141,20 +141,21 @@ def train(
 
 def _watched(records: Generator[Record]) -> Generator[Record]:
     """The same records; alerts that they raise are logged."""
-    alerts, log = Alerts(), logging.getLogger("flatout")
+    alerts = Alerts()
     with contextlib.closing(records):
         for record in records:
             for alert in alerts.see(record):
-                log.warning("step %d %s: %s", alert.step, alert.kind, alert.message)
+                warn(f"step {alert.step} {alert.kind}: {alert.message}")
             yield record
 
 
 def _to_the_end(records: Generator[Record], on_record: Callable[[Record], object]) -> RunResult:
-    chart = Chart(shown=False)
+    chart = on_record if isinstance(on_record, Chart) and on_record.info is None else Chart(shown=False)
     with contextlib.closing(records):
         for record in records:
             chart(record)
-            on_record(record)
+            if on_record is not chart:
+                on_record(record)
     assert chart.info is not None, "the first record of every run"
     return RunResult(Path(chart.info.folder), chart.info, chart.end, chart)
 

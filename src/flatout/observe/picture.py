@@ -36,9 +36,10 @@ else:
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
-INK, FAINT, LINE = "#22272e", "#6e7781", "#b6bcc3"
-BLUE, ORANGE, RED, TEAL = "#2f6db5", "#e08a1e", "#c0392b", "#3a9d8f"
-PURPLE, GREY = "#7b5aa6", "#8a929b"
+# One style for all pictures: these are the light colours of page/report.css. Their ground is white on dark pages too.
+INK, FAINT, LINE, GRID, RED = "#1b2129", "#57606b", "#b6bcc3", "#e8ebef", "#b3261e"
+COLOURS = ("#0b62b8", "#c4510a", "#0a7d5a", "#8547bd", "#b42d78", "#7d5c00", "#0d7286", "#56606c", "#9aa62a", "#e3b505")
+BLUE, ORANGE, TEAL, PURPLE, GREY = *COLOURS[:4], "#8a929b"
 SMALL = 9.0
 _METADATA = {"png": {"Software": "flatout"}, "svg": {"Creator": "flatout", "Date": None}}
 _PNG_MARK = b"tEXtSoftware\0flatout"
@@ -56,15 +57,24 @@ def new_figure(width: float, height: float, dpi: int = 120) -> Figure:
 
 
 def write_picture(path: str | Path, draw: Callable[[], Figure], *, overwrite: bool = False) -> None:
-    """Writes what `draw` makes, without the user's own style, a date or random names in it.
-
-    With `overwrite`, also in the place of a file that is no picture of ours.
-    """
+    """Writes what `draw` makes; with `overwrite`, also in the place of a file that is no picture of ours."""
     path = Path(path)
     shown = printable(str(path))
     form = path.suffix.lower().removeprefix(".")
     if form not in ("png", "svg"):
         raise UsageError(f"a picture cannot be written as {printable(path.name)!r}", "name a .png or .svg file")
+    content = picture_bytes(draw, form)
+    if "\0" in str(path) or not path.parent.is_dir():
+        raise ResourceError(
+            f"could not write the picture {shown}: there is no such folder", "name a folder that is there"
+        )
+    check_replaceable(path, is_picture, overwrite=overwrite)
+    with disk_errors(f"the picture {shown}", safe=""):
+        write_whole(path, content)
+
+
+def picture_bytes(draw: Callable[[], Figure], form: str = "png") -> bytes:
+    """What `draw` makes, as PNG or SVG, without the user's own style, a date or random names in it."""
     try:
         import matplotlib
     except ImportError as error:
@@ -72,15 +82,9 @@ def write_picture(path: str | Path, draw: Callable[[], Figure], *, overwrite: bo
     content = io.BytesIO()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False})
+        matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False, "text.color": INK})
         draw().savefig(content, format=form, metadata=_METADATA[form])
-    if "\0" in str(path) or not path.parent.is_dir():
-        raise ResourceError(
-            f"could not write the picture {shown}: there is no such folder", "name a folder that is there"
-        )
-    check_replaceable(path, is_picture, overwrite=overwrite)
-    with disk_errors(f"the picture {shown}", safe=""):
-        write_whole(path, content.getvalue())
+    return content.getvalue()
 
 
 def is_picture(path: Path) -> bool:
@@ -216,7 +220,7 @@ def draw_frame(axes: Axes, title: str, words: str = "") -> None:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(LINE)
     axes.tick_params(length=3, color=LINE, labelcolor=INK, labelsize=SMALL)
-    axes.grid(True, color="#e6e9ec", linewidth=0.8)
+    axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
 
 

@@ -29,11 +29,11 @@ from flatout.observe import picture
 from flatout.observe.human import human_count, human_parameters, human_seconds, loss_text, printable
 from flatout.observe.picture import (
     BLUE,
+    COLOURS,
     FAINT,
     GREY,
     INK,
     ORANGE,
-    PURPLE,
     RED,
     SMALL,
     TEAL,
@@ -354,7 +354,6 @@ def _colours(count: int) -> list[str]:
     return [to_hex(colormaps["viridis"](0.88 * place / (count - 1))) for place in range(count)]
 
 
-_COLOURS = (BLUE, ORANGE, TEAL, PURPLE, "#c94f7c", "#8c6d46", "#5f6b76", "#9aa62a", "#38b0c9", "#e3b505")
 _STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 _MOST_RUNS = 22
 _FAR_APART = 20  # times as long
@@ -375,7 +374,7 @@ def comparison_figure(runs: Sequence[RunNumbers]) -> Figure:
     grid = figure.add_gridspec(
         2, 4, left=0.054, right=0.985, top=0.835, bottom=0.075, wspace=0.22, hspace=0.38, width_ratios=(1, 1, 1, 1.2)
     )
-    looks: list[Look] = [(_COLOURS[place % 10], _STYLES[place // 10 % 3]) for place in range(len(runs))]
+    looks: list[Look] = [(COLOURS[place % 10], _STYLES[place // 10 % 3]) for place in range(len(runs))]
     pairs = list(zip(runs, looks, strict=True))
 
     panels: list[tuple[Any, str, list[Curve], Quantity, str, list[Curve]]] = []

@@ -229,7 +229,7 @@ class AblateResult(Shown):
         return sheet_of(self)
 
     def picture(self) -> Picture:
-        return picture_of(self)
+        return picture_of(self.config, _sentence(self), self.effects)
 
 
 # Which run of how many, in words, and its evaluations as they come; None when it begins.
@@ -448,7 +448,7 @@ def _effect(change: Change, pairs: Sequence[tuple[AblateRow, AblateRow]], judged
 def sheet_of(result: AblateResult) -> Sheet:
     """What each field is worth, and how small a difference could be seen."""
     blocks: list[Block] = [Sentence(_sentence(result))]
-    if rows := [_row(one) for one in _ordered(result)]:
+    if rows := [_row(one) for one in _ordered(result.effects)]:
         extras = ("loss", "changed", "step time", "config", "change")
         blocks += [Sentence(""), Table(rows=rows, names="field", left=extras[3:], extras=extras)]
     return Sheet(blocks=[*blocks, Sentence(""), *map(Sentence, _notes(result))])
@@ -469,9 +469,9 @@ def advice_of(one: FieldEffect) -> str:
 _LONG = 24  # characters of a value; longer ones are cut
 
 
-def _ordered(result: AblateResult) -> list[FieldEffect]:
+def _ordered(effects: Sequence[FieldEffect]) -> list[FieldEffect]:
     """The effects, what helps most first; without a difference last."""
-    return sorted(result.effects, key=lambda one: (one.difference is None, -(one.difference or 0.0)))
+    return sorted(effects, key=lambda one: (one.difference is None, -(one.difference or 0.0)))
 
 
 def _row(one: FieldEffect) -> ResultRow:
@@ -541,14 +541,14 @@ def _notes(result: AblateResult) -> Iterator[str]:
         yield f"not run yet: {many(result.missing, 'run')}; the same command goes on with them"
 
 
-def picture_of(result: AblateResult) -> Picture:
+def picture_of(config: str, line: str, effects: Sequence[FieldEffect]) -> Picture:
     """The difference that each field makes, with its interval.
 
     To the right of the line at 0 the value in the config has the lower loss. Intervals that reach over 0 are pale.
     """
     names: list[str | Heading] = []
     bars: list[Bar] = []
-    for one in _ordered(result):
+    for one in _ordered(effects):
         interval = None
         if one.difference is not None and one.half_width is not None:
             interval = (one.difference - one.half_width, one.difference + one.half_width)
@@ -558,9 +558,8 @@ def picture_of(result: AblateResult) -> Picture:
         bars.append(dataclasses.replace(bar, pale=one.verdict not in (HELPS, HURTS)))
         names.append(_name(one))
     title = "loss with the change minus loss as configured (right of 0 the value in the config helps)"
-    panel = BarPanel(title=title, bars=bars, limits=_limits(result.effects), at=0.0)
-    lines = [_sentence(result)]
-    return Picture(title=f"What each field of {result.config} is worth", lines=lines, names=names, bars=[panel])
+    panel = BarPanel(title=title, bars=bars, limits=_limits(effects), at=0.0)
+    return Picture(title=f"What each field of {config} is worth", lines=[line], names=names, bars=[panel])
 
 
 def _limits(effects: Sequence[FieldEffect]) -> tuple[float, float]:

@@ -23,7 +23,8 @@ def rows(page: Path) -> list[tuple[list[str], list[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_our_commands_parse_and_their_settings_are_valid(page: Path):
+def test_our_commands_parse_and_lead_to_the_runs_that_the_page_names(page: Path):
+    made: set[str] = set()
     commands = [one for _, ours in rows(page) for one in ours if one.startswith("flatout ")]
     assert len(commands) > 3
     for line in commands:
@@ -31,7 +32,11 @@ def test_our_commands_parse_and_their_settings_are_valid(page: Path):
         parsed = parser_of(command).parse(rest)
         if hasattr(parsed, "overrides"):
             config = parsed.config if parsed.config in preset_names() else None  # others are files of the reader
-            load_config(config, parsed.overrides, size=parsed.size)
+            loaded = load_config(config or command.preset, parsed.overrides, size=parsed.size)
+            stem = "" if config or parsed.config is None else Path(parsed.config).stem  # of a file of the reader
+            if command.name in ("train", "finetune"):
+                made.add(f"runs/{stem or loaded.config.output.name}")
+    assert set(re.findall(r"\bruns/[\w.-]+", page.read_text(encoding="utf-8"))) <= made
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import flatout
 from flatout.observe import notebook
 from flatout.observe.notebook import Chart, RunResult
-from flatout.records import NoticeRecord, PrepareProgress, StepRecord
+from flatout.records import NoticeRecord, PrepareProgress, Record, StepRecord
 from flatout.shown import ShortlyShown, Shown
 from tests.made_runs import end_of, eval_of, info_of, step_of
 
@@ -83,26 +84,39 @@ def test_the_picture_has_ticks_and_both_curves():
     assert len(axes.get_yticks()) > 1
 
 
-def test_a_result_shows_its_curve_once(shown: Handle, monkeypatch: pytest.MonkeyPatch):
-    watched, other = Chart(), Chart(shown=False)
-    for chart in (watched, other):
-        chart(step(1))
-    results = [RunResult(Path("runs/x"), info_of(Path("runs/x")), END, chart) for chart in (watched, other)]
-    assert ["<img" in result._repr_html_() for result in results] == [False, True]
+def trained(name: str, on_record: Callable[[Record], object]) -> RunResult:
+    words = ["data.tokenizer=bytes", "model.layers=1", "model.width=32", "model.heads=2", "train.batch_tokens=256"]
+    words += ["train.steps=3", "eval.tokens=256", "eval.sample_tokens=0", f"output.name={name}"]
+    return flatout.train(flatout.load_config("shakespeare", words), on_record=on_record)
+
+
+def test_a_result_keeps_its_run_and_shows_its_curve_once(
+    shown: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    watched, hidden = Chart(seconds=0.0), Chart(shown=False)
+    both = [trained("one", watched), trained("other", lambda record: hidden(record))]
+    assert ["<img" in result._repr_html_() for result in both] == [False, True]
+    both += [trained("third", hidden)]
+    assert [result.chart.info and result.chart.info.folder for result in both] == [
+        "runs/one",
+        "runs/other",
+        "runs/third",
+    ]
+    assert all(len(result.chart.losses) == 3 for result in both)
 
 
 def test_a_warning_in_a_notebook_is_a_plain_line(
     shown: Handle, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
-    notebook.warn("a disk is slow")
-    assert capsys.readouterr() == ("note: a disk is slow\n", "")
-    assert caplog.messages == []
-    handler = logging.NullHandler()
-    logging.getLogger("flatout").addHandler(handler)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", [])  # pytest's
         notebook.warn("a disk is slow")
-    finally:
-        logging.getLogger("flatout").removeHandler(handler)
+        assert capsys.readouterr() == ("note: a disk is slow\n", "")
+        with caplog.at_level(logging.ERROR, "flatout"):
+            notebook.warn("a disk is slow")
+    assert caplog.messages == []
+    notebook.warn("a disk is slow")  # as after logging.basicConfig
     assert capsys.readouterr() == ("", "")
     assert caplog.messages == ["a disk is slow"]
 

@@ -132,7 +132,7 @@ WAY_ELSEWHERE_CALLED = _by_foreign_name(
         "leave it out: eval.patience counts evaluations without a lower loss": "early_stopping_threshold",
         "leave it out: the checkpoint with the lowest validation loss is kept": "load_best_model_at_end save_best",
         "leave it out: `flatout train` trains, evaluates and saves": "do_eval do_train overwrite_output_dir",
-        "`flatout export RUN FOLDER` writes a Hugging Face folder; nothing is uploaded": "hub_model_id push_to_hub",
+        "use `flatout export RUN FOLDER --push ORG/NAME`, after the run": "hub_model_id push_to_hub",
         f"several GPUs share a model by parallel.form=fsdp; see {SITE}/guides/many-gpus.html": "deepspeed",
     }
 )

@@ -283,7 +283,7 @@ _ALL = (
             WRITTEN_CONFIG,
             OVERWRITE,
             flag("--exhaustive", "try every micro-batch with everything else"),
-            number("--seconds", 1, 1e6, "take the best after this long; default 120, 3600 if exhaustive"),
+            number("--seconds", 1, 1e6, "take the best after this long; default 120, compiled 1200, exhaustive 3600"),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
         "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "
@@ -444,7 +444,7 @@ _ALL = (
         ),
         "Write one HTML page that shows a run, or several side by side: curves, speed, samples, switches, config. The "
         "page needs no network and no other file. With --zip, write one zip file with config, environment, doctor's "
-        "findings, metrics and report of a run, to send with a bug report; data, samples, weights and keys stay out.",
+        "findings, metrics and list of files of a run, for a bug report; data, samples, weights and keys stay out.",
     ),
     Command("config", None, "explain, show, search, schema, presets, copy", python="load_config"),
     Command(

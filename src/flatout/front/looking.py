@@ -154,7 +154,8 @@ def bundle(
 ) -> Path:
     """Writes one zip file of a run for a bug report and returns its path, by default RUN-bundle.zip.
 
-    It holds config, environment, the doctor's findings, metrics and report; data, samples, weights and keys stay out.
+    It holds config, environment, the doctor's findings, metrics and a list of the run's files; data, samples, weights
+    and keys stay out.
     Without `doctor` the machine is not looked at. A file that is no bundle is replaced only with `overwrite`.
     """
     folder = find_run(None if run is None else str(run))

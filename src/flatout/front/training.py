@@ -117,7 +117,8 @@ def train(
     """Trains and yields records; also writes them to metrics.jsonl in the run folder.
 
     With `on_record`, a function that is called with each record, it trains to the end and returns a `RunResult`.
-    What goes wrong meanwhile (the guide watching) is a warning of the logger `flatout`, unless `alerts` is false.
+    Alerts (the guide watching) are warnings of the logger `flatout`; in a notebook without logging handlers they are
+    printed as `note:` lines. `alerts=False` turns them off.
 
     `data` takes the place of the config's text: an iterable of token arrays or texts, a function that returns one, or a
     torch Dataset of them; `val` is the same to evaluate on. `model` is a function that changes the built model, or a
@@ -150,14 +151,14 @@ def _watched(records: Generator[Record]) -> Generator[Record]:
 
 
 def _to_the_end(records: Generator[Record], on_record: Callable[[Record], object]) -> RunResult:
-    chart = on_record if isinstance(on_record, Chart) and on_record.info is None else Chart(shown=False)
+    chart = Chart(shown=False)  # not the caller's, which may go on to another run
     with contextlib.closing(records):
         for record in records:
             chart(record)
-            if on_record is not chart:
-                on_record(record)
+            on_record(record)
     assert chart.info is not None, "the first record of every run"
-    return RunResult(Path(chart.info.folder), chart.info, chart.end, chart)
+    shown = isinstance(on_record, Chart) and on_record.is_shown
+    return RunResult(Path(chart.info.folder), chart.info, chart.end, chart, shown)
 
 
 def _train(

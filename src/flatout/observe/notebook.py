@@ -39,11 +39,11 @@ def display_of_notebook() -> Callable[..., Any] | None:
 
 
 def warn(message: str) -> None:
-    """A warning of the logger `flatout`; a plain line in a notebook that has not set this logger up: stderr is red."""
+    """A warning of the logger `flatout`; a plain line in a notebook without logging handlers: stderr is red."""
     log = logging.getLogger("flatout")
-    if log.handlers or display_of_notebook() is None:
+    if log.hasHandlers() or display_of_notebook() is None:
         log.warning("%s", message)
-    else:
+    elif log.isEnabledFor(logging.WARNING):
         print(f"note: {message}")
 
 
@@ -175,6 +175,7 @@ class RunResult:
     info: RunInfo
     end: EndRecord | None  # None of a run that had nothing left to do
     chart: Chart
+    shown: bool = False  # by the chart that the run was given
 
     @property
     def loss(self) -> float | None:
@@ -192,4 +193,4 @@ class RunResult:
             rows |= {"ended": self.end.reason, "time": human_seconds(self.end.seconds)}
             rows |= {"validation loss": self.end.val_loss, "best": self.end.best_loss}
             rows["checkpoint"] = self.end.checkpoint
-        return html_table(rows) + ("" if self.chart.is_shown else self.chart.html)
+        return html_table(rows) + ("" if self.shown else self.chart.html)

@@ -122,7 +122,7 @@ def with_tokenizer(asked: LoadedConfig, device: Device) -> LoadedConfig:
         return asked
     if data.folder is not None and has_dataset(Path(data.folder)):  # which has its own tokenizer
         return asked
-    notice = f"{data.tokenizer}'s vocabulary is large for a CPU: {path}={CPU_TOKENIZER}, learned from the text"
+    notice = f"{path}={CPU_TOKENIZER}, learned from the text: {data.tokenizer}'s vocabulary is large for a CPU"
     asked = with_values(asked, {path: CPU_TOKENIZER}, Source("size", device.name))
     return dataclasses.replace(asked, notices=(*asked.notices, notice))
 

@@ -117,12 +117,12 @@ def train(
     """Trains and yields records; also writes them to metrics.jsonl in the run folder.
 
     With `on_record`, a function that is called with each record, it trains to the end and returns a `RunResult`.
-    What goes wrong meanwhile (the guide watching) is a warning of the logger `flatout`, unless `alerts` is false.
+    What goes wrong meanwhile (docs/guides/watching.md) is a warning of the logger `flatout`, unless `alerts` is false.
 
     `data` takes the place of the config's text: an iterable of token arrays or texts, a function that returns one, or a
     torch Dataset of them; `val` is the same to evaluate on. `model` is a function that changes the built model, or a
     torch module in its place; `optimizer` a `Rule`, several, or a function that builds a torch optimizer from named
-    parameters (the guide python). Give them again to resume.
+    parameters (docs/guides/python.md). Give them again to resume.
 
     `resume` is None (a new run), "auto" (go on if there is something, else start) or a run or checkpoint folder.
     `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. So is

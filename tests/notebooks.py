@@ -25,7 +25,7 @@ def execute(folder: Path, to: Path, minutes: str = "2", wheel: str = "") -> None
     for cell in book.cells:
         cell.source = re.sub(r"(?m)^MINUTES = .*$", f"MINUTES = {minutes}", cell.source)
         if float(minutes) < 1:
-            cell.source = cell.source.replace('"epochs": 15', '"epochs": 2')
+            cell.source = cell.source.replace('"epochs": 20', '"epochs": 2')
         if wheel:
             cell.source = re.sub(r"(?m)^FLATOUT = .*$", f'FLATOUT = "{wheel}"', cell.source)
     environment = {**os.environ, "PYTHONPATH": "" if wheel else str(ROOT / "src"), "IPYTHONDIR": f"{folder}/.ipython"}

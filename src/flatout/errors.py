@@ -5,9 +5,17 @@ Each one says what happened (with the value) and what to do about it; the comman
 traceback.
 """
 
-# The project's addresses, which hints name. The same stand in pyproject.toml; change them here and there together.
+from pathlib import Path
+
+# The project's addresses, reserved names until they are decided. The same stand in pyproject.toml and CITATION.cff.
 REPOSITORY = "https://flatout.example/repository"
 SITE = "https://flatout.example"
+
+
+def page(name: str) -> str:
+    """Where a page of the documentation is: in an installed wheel, or in the repository."""
+    installed = Path(__file__).parent / "docs" / name
+    return str(installed) if installed.exists() else f"docs/{name}"
 
 
 class UserError(Exception):

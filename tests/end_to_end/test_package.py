@@ -39,9 +39,10 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: tuple[P
     with zipfile.ZipFile(built[0]) as archive:
         names = set(archive.namelist())
     inside = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
+    pages = {f"flatout/docs/{path.relative_to(ROOT / 'docs')}" for path in (ROOT / "docs").glob("*/*.md")}
     assert {name for name in names if ".dist-info/" not in name} == {
-        name for name in inside if "__pycache__" not in name
-    }
+        *(name for name in inside if "__pycache__" not in name), *pages, "flatout/docs/index.md"
+    }  # fmt: skip
     assert "flatout/py.typed" in names
 
 

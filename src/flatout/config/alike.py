@@ -14,7 +14,7 @@ from typing import Any
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig
 from flatout.config.yaml_loader import format_value
-from flatout.errors import SITE, ConfigError
+from flatout.errors import ConfigError, page
 
 # Settings that may differ between ranks, each with the reason. All others must be alike.
 MAY_DIFFER = {
@@ -54,7 +54,7 @@ def different_settings(first: Mapping[str, Any], other: Mapping[str, Any], ranks
     listed, _ = _differences(first, other)
     return ConfigError(
         f"{' and '.join(ranks)} have different settings: {listed}",
-        f"give the same command and config files on all hosts; {SITE}/guides/many-gpus.html lists what may differ",
+        f"give the same command and config files on all hosts; {page('guides/many-gpus.md')} lists what may differ",
     )
 
 

@@ -377,7 +377,7 @@ class EvalConfig(Section):
     sample_temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.8
     """Randomness of the samples; 0 is greedy, the likeliest token each time."""
     tasks: list[Name] = Field(default=[])
-    """Task files, or folders of them, to evaluate during training; the guide after-training has their forms."""
+    """Task files, or folders of them, to evaluate during training; docs/guides/after-training.md has their forms."""
     tasks_every: Natural = 0
     """Steps between rounds of tasks; 0 has one at the end."""
     tasks_rows: Positive | None = None

@@ -12,7 +12,7 @@ from flatout.config.facts import choices, field_facts, names_in, section_paths
 from flatout.config.former import refusal
 from flatout.config.optimizers import OPTIMIZERS
 from flatout.config.yaml_loader import format_value, shorten
-from flatout.errors import SITE, ConfigError
+from flatout.errors import ConfigError, page
 
 
 def _by_foreign_name(table: dict[str, str]) -> dict[str, str]:
@@ -133,7 +133,7 @@ WAY_ELSEWHERE_CALLED = _by_foreign_name(
         "leave it out: the checkpoint with the lowest validation loss is kept": "load_best_model_at_end save_best",
         "leave it out: `flatout train` trains, evaluates and saves": "do_eval do_train overwrite_output_dir",
         "use `flatout export RUN FOLDER --push ORG/NAME`, after the run": "hub_model_id push_to_hub",
-        f"several GPUs share a model by parallel.form=fsdp; see {SITE}/guides/many-gpus.html": "deepspeed",
+        f"several GPUs share a model by parallel.form=fsdp; see {page('guides/many-gpus.md')}": "deepspeed",
     }
 )
 VALUE_ELSEWHERE_CALLED = _by_foreign_name(

@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from flatout.errors import SITE, UsageError, quoted
+from flatout.errors import UsageError, page, quoted
 from flatout.front import verbs_ahead, verbs_looking, verbs_measuring, verbs_models, verbs_training
 from flatout.front.completion import SHELLS, script
 from flatout.front.configs import config_options
@@ -157,7 +157,7 @@ _ALL = (
         ),
         "Measure a trained model on its validation text: loss, perplexity, bits per byte. With --tasks, ask it the "
         "questions of tasks and print scores with standard errors; of several models, also the differences to the "
-        f"first. {SITE}/guides/after-training.html has the forms of task files.",
+        f"first. {page('guides/after-training.md')} has the forms of task files.",
         python="evaluate",
     ),
     Command(
@@ -346,7 +346,7 @@ _ALL = (
         "turns with the rung they are compared with, and called faster or slower only where the error allows it.",
         processes="one",
         more_help="The ladder sets the switches of `speed` itself; speed.micro_batch is the most it tries.\n\n"
-        f"rungs ({SITE}/guides/speed.html has each one): {', '.join(every_name())}",
+        f"rungs ({page('guides/speed.md')} has each one): {', '.join(every_name())}",
     ),
     Command(
         "ablate",
@@ -515,7 +515,7 @@ verbs:
 
 CONFIG is a preset's name (see `flatout config presets`) or a YAML file.
 `flatout VERB --help` explains a verb; `flatout --version` prints the version.
-Guides and reference: {site}
+Guides and reference: {pages}
 
 exit codes: 0 done, 2 usage or config, 3 bad data or checkpoint, 4 training diverged,
             5 out of memory or disk, 129, 130 and 143 stopped by a signal; watch: 1 if the run died
@@ -524,7 +524,7 @@ exit codes: 0 done, 2 usage or config, 3 bad data or checkpoint, 4 training dive
 
 def help_text(width: int | None = None) -> str:
     """What `flatout --help` prints, in lines of at most `width` characters, by default the terminal's."""
-    return _HELP.format(verbs=_listing(VERBS, 12, width), site=SITE)
+    return _HELP.format(verbs=_listing(VERBS, 12, width), pages=page("index.md"))
 
 
 def actions_of(verb: str) -> dict[str, Command]:

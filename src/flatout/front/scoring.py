@@ -167,7 +167,7 @@ def score(
 ) -> ModelScores:
     """Scores of a model on tasks: accuracies and perplexities with their standard errors, and every answer.
 
-    A task is a file of JSON lines (the guide after-training), a folder of such files, the name of a file in
+    A task is a file of JSON lines (docs/guides/after-training.md), a folder of such files, the name of a file in
     `folder`, or a task of lm-evaluation-harness, also of a YAML file in `folder`. Each question stands after `shots`
     solved ones, drawn by `seed`; `limit` takes the first questions of each task. `progress` counts answers.
     """

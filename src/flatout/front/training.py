@@ -117,13 +117,13 @@ def train(
     """Trains and yields records; also writes them to metrics.jsonl in the run folder.
 
     With `on_record`, a function that is called with each record, it trains to the end and returns a `RunResult`.
-    Alerts (the guide watching) are warnings of the logger `flatout`; in a notebook without logging handlers they are
-    printed as `note:` lines. `alerts=False` turns them off.
+    Alerts (docs/guides/watching.md) are warnings of the logger `flatout`; in a notebook without logging handlers they
+    are printed as `note:` lines. `alerts=False` turns them off.
 
     `data` takes the place of the config's text: an iterable of token arrays or texts, a function that returns one, or a
     torch Dataset of them; `val` is the same to evaluate on. `model` is a function that changes the built model, or a
     torch module in its place; `optimizer` a `Rule`, several, or a function that builds a torch optimizer from named
-    parameters (the guide python). Give them again to resume.
+    parameters (docs/guides/python.md). Give them again to resume.
 
     `resume` is None (a new run), "auto" (go on if there is something, else start) or a run or checkpoint folder.
     `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. So is

@@ -25,7 +25,7 @@ from flatout.config import catalogue
 from flatout.config import load as configs
 from flatout.config.facts import allowed_values, field_facts, section_paths, spot_at, value_at
 from flatout.config.yaml_loader import format_value
-from flatout.errors import SITE, DataError, UsageError, quoted
+from flatout.errors import DataError, UsageError, page, quoted
 from flatout.front.configs import load
 from flatout.front.output import Line, ended_by_signals, held_signal
 from flatout.front.words import one_line
@@ -84,7 +84,7 @@ def _explain_field(path: str, loaded: "LoadedConfig", *, as_json: bool) -> None:
         "why": _WHY[source.kind].format(default=default),
         "allowed": allowed_values(spot_at(path.split(".")).described),
         "meaning": str(fact.description),
-        "documented": f"{SITE}/reference/settings.html#{path}",
+        "documented": f"{page('reference/settings.md')}#{path}",
     }
     if about["value"] == "null":
         about["why"] += "; null: Flatout works it out, and the run's first lines show the result"

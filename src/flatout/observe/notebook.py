@@ -1,7 +1,8 @@
 """A run in a notebook: its curve as one picture that is drawn anew in its place, and results that show themselves.
 
-Idea: the chart is a panel of `picture.py` as PNG, which every notebook shows, on the web too. Drawing takes a thirtieth
-of the time at most. IPython is never imported: a notebook has done so, and elsewhere `Chart` stays silent.
+Idea: the chart is a panel of `picture.py` as PNG, which every notebook shows, on the web too. After drawing it rests
+for thirty times as long, ten seconds at most. IPython is never imported: a notebook has done so, and elsewhere `Chart`
+stays silent.
 """
 
 import base64
@@ -110,7 +111,7 @@ class Chart:
         else:
             self._handle.update(self)
         ended = time.monotonic()
-        self._due = ended + max(self.seconds, 30 * (ended - began))
+        self._due = ended + max(self.seconds, min(10.0, 30 * (ended - began)))  # the first one imports matplotlib
 
     @property
     def is_shown(self) -> bool:

@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flatout.errors import SITE
+from flatout.errors import page
 from flatout.records import WAITING
 
 # The named ranges of a step, and how deep each one lies.
@@ -518,7 +518,7 @@ def _compute_bound(measured: Measurements) -> _Verdict:
         (low, f"speed.micro_batch={2 * size}", "larger products reach a higher rate; `flatout tune` finds the best"),
         (plain, "speed.products=tuned", "takes the fastest of the library's kernels for each shape"),
         (high, "", f"nothing cheap is left: {mfu or 0.0:.0%} of the peak is what good training steps reach"),
-        (could_be_8bit, eight_bit, f"8-bit products; off unless asked for, see {SITE}/guides/speed.html"),
+        (could_be_8bit, eight_bit, f"8-bit products; off unless asked for, see {page('guides/speed.md')}"),
         (
             waits,
             f"speed.micro_batch={size * measured.accumulation}",

@@ -51,8 +51,11 @@ def test_the_sdist_has_what_the_tests_need(built: tuple[Path, Path], tmp_path: P
         archive.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
     assert {path.name for path in folder.iterdir()} >= FILES | FOLDERS | {"pyproject.toml", ".gitignore"}
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    known = {ROOT / line for line in listed.stdout.splitlines()} if (ROOT / ".git").exists() else None
     for part in ("tests", "docs", "lab", "examples"):
-        ours = {path.relative_to(ROOT) for path in (ROOT / part).rglob("*") if path.is_file() and not_made(path)}
+        files = {path for path in (ROOT / part).rglob("*") if path.is_file() and not_made(path)}
+        ours = {path.relative_to(ROOT) for path in (files if known is None else files & known)}
         assert ours == {path.relative_to(folder) for path in (folder / part).rglob("*") if path.is_file()}, part
 
 

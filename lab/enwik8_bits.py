@@ -1,12 +1,12 @@
 """Bits per byte of enwik8 by `flatout train --minutes`, beside published figures.
 
     python lab/enwik8_bits.py data enwik8.gz FOLDER
-    python lab/enwik8_bits.py run FOLDER COMMIT [--minutes 10] [--seeds 1,2] [--test] [WORDS ...]
+    python lab/enwik8_bits.py run FOLDER COMMIT [WORDS ...] [--minutes 10] [--seeds 1,2] [--test]
     python lab/enwik8_bits.py bits FOLDER RUN [--test]
 
 `data` writes the pages of bytes 0 to 90M, 90M to 95M and 95M to 100M as documents of JSON lines: training text,
-validation and test. It needs enwik8.gz as the source package minGRU-pytorch 0.2.1 has it. `run` trains by the command
-line, with WORDS for other settings, and measures; `bits` measures a run that is there.
+validation and test. It needs enwik8, gzip-compressed (`ENWIK8` is the SHA-256 of the text). `run` trains by the
+command line, with WORDS for other settings, and measures; `bits` measures a run that is there.
 
 Protocol: the negative log-likelihood of all tokens of a part, ends of text too, in bits, by the bytes of the part, page
 marks included. `windows`: separate rows of the trained context. `sliding`: rows of 32,768 tokens in which every block

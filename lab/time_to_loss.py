@@ -3,7 +3,7 @@
     python lab/time_to_loss.py data enwik8.gz TOKENIZER FOLDER
     python lab/time_to_loss.py run FOLDER COMMIT [--nanogpt REPOSITORY] [--seeds 1,2] [CASE | NAME=WORDS ...]
 
-`data` makes shards. It needs enwik8.gz as the source package minGRU-pytorch 0.2.1 has it, and GPT-2's
+`data` makes shards. It needs enwik8, gzip-compressed (`ENWIK8` is the SHA-256 of the text), and GPT-2's
 `r50k_base.tiktoken` or its folder. A case is a name of CASES, or NAME=WORDS with the words of `flatout train`, with
 spaces between them. Rows are appended to time_to_loss.jsonl here, and in $OUT where that is set.
 

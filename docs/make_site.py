@@ -33,7 +33,7 @@ FIRST = {
 
 def build(root: Path, folder: Path) -> int:
     """Writes folder/site from the repository in `root`; returns an exit code."""
-    stage, config = folder / "pages", folder / "zensical.toml"
+    root, stage, config = root.resolve(), folder / "pages", folder / "zensical.toml"
     for old in (stage, folder / "site"):
         shutil.rmtree(old, ignore_errors=True)
     pages, lost = placed(root), list[str]()
@@ -134,5 +134,5 @@ def toml(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    repository = Path(__file__).parents[1]
+    repository = Path(__file__).resolve().parents[1]
     sys.exit(build(repository, repository / "build"))

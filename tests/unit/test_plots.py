@@ -789,10 +789,14 @@ def test_pictures_and_the_report_share_their_colours():
 
 
 def test_the_pictures_of_the_lab_are_drawn_from_their_rows():
-    drawn = runpy.run_path(str(LAB / "pictures.py"))["DRAWN"]
+    lab = runpy.run_path(str(LAB / "pictures.py"))
+    drawn, hash_of = lab["DRAWN"], lab["hash_of"]
     assert drawn.keys() == {path.name for path in LAB.glob("*.png")}
     assert all(is_picture(LAB / name) for name in drawn)
-    figures = {name: draw() for name, draw in drawn.items()}
+    heads = {name: (LAB / name).read_bytes().partition(b"IDAT")[0] for name in drawn}
+    old = [name for name, (_, rows) in drawn.items() if f"rows\0{hash_of(rows)}".encode() not in heads[name]]
+    assert not old, "drawn from other rows: run lab/pictures.py"
+    figures = {name: draw(rows) for name, (draw, rows) in drawn.items()}
     words = " ".join(text.get_text() for text in figures["time-to-loss-h200.png"].texts)
     for row in ("nanoGPT, 124M AdamW 1.2e-3, cosine, 131,072\ntokens a step", "3.779 after 102 s", "2.776 after 44 s"):
         assert row in words

@@ -73,7 +73,7 @@ def write_picture(path: str | Path, draw: Callable[[], Figure], *, overwrite: bo
         write_whole(path, content)
 
 
-def picture_bytes(draw: Callable[[], Figure], form: str = "png") -> bytes:
+def picture_bytes(draw: Callable[[], Figure], form: str = "png", **metadata: str) -> bytes:
     """What `draw` makes, as PNG or SVG, without the user's own style, a date or random names in it."""
     try:
         import matplotlib
@@ -83,7 +83,7 @@ def picture_bytes(draw: Callable[[], Figure], form: str = "png") -> bytes:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False, "text.color": INK})
-        draw().savefig(content, format=form, metadata=_METADATA[form])
+        draw().savefig(content, format=form, metadata=_METADATA[form] | metadata)
     return content.getvalue()
 
 

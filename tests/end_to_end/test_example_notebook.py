@@ -45,7 +45,7 @@ def test_the_stored_notebook_shows_a_run():
     assert [cell["execution_count"] for cell in cells(book).values()] == list(range(1, len(cells(book)) + 1))
     assert set(book["metadata"]) == {"kernelspec", "language_info"}
     assert all(cell["metadata"] == {} for cell in book["cells"])
-    assert f"FLATOUT = \"flatout[gguf] @ git+{REPOSITORY}\"" in "".join(cells(book)["install"]["source"])
+    assert f'FLATOUT = "flatout[gguf] @ git+{REPOSITORY}"' in "".join(cells(book)["install"]["source"])
     assert not any(place in text for place in ("/tmp/", "/home/", "/work/", "/root/")), "paths of a machine"
     check(book)
 

@@ -1,4 +1,4 @@
-"""The README's Python runs and prints what it says; its commands and the reference's are taken as they stand."""
+"""The README's Python runs and prints what it says; its commands, the guides' and the reference's are taken."""
 
 import argparse
 import math
@@ -12,17 +12,13 @@ import pytest
 import flatout
 from flatout import cli
 from flatout.config.catalogue import shipped_names
-from flatout.config.facts import field_facts
+from flatout.config.load import load_config
 from flatout.front.words import Parser
+from tests.pages import DOCS, blocks
 
 README = Path(__file__).parents[2] / "README.md"
-REFERENCE = README.parent / "docs" / "reference"
 SMALLER = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=64", "train.batch_tokens=256",
            "eval.tokens=1024"]  # fmt: skip
-
-
-def blocks(language: str, page: Path = README) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 def test_the_python_of_the_readme_runs(
@@ -32,7 +28,7 @@ def test_the_python_of_the_readme_runs(
     monkeypatch.chdir(tmp_path)
     load = flatout.load_config
     monkeypatch.setattr(flatout, "load_config", lambda preset, words: load(preset, [*words, *SMALLER]))
-    (snippet,) = blocks("python")
+    (snippet,) = [block.text for block in blocks(README) if block.language == "python"]
     exec(compile(snippet, "README.md", "exec"), {})
     evaluated, *text, perplexity = capsys.readouterr().out.splitlines()
     loss = float(re.fullmatch(r"step 20: validation loss (\d+\.\d{3})", evaluated)[1])  # pyright: ignore
@@ -53,20 +49,30 @@ def stop_after(parse: Callable[..., argparse.Namespace]) -> Callable[..., argpar
     return parsed
 
 
-def test_every_command_of_the_readme_and_the_reference_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_command_of_the_pages_is_taken_and_its_settings_are_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Parser, "parse", stop_after(Parser.parse))
-    shown = [block for page in (README, *sorted(REFERENCE.iterdir())) for block in blocks("sh", page)]
-    commands = re.findall(r"^flatout (.*)$", "\n".join(shown), flags=re.MULTILINE)
+    pages = [README, *sorted((DOCS / "guides").iterdir()), *sorted((DOCS / "reference").iterdir())]
+    shown = [
+        block.text
+        for page in pages
+        for block in blocks(page)
+        if block.language == "sh" or (page.parent.name == "guides" and not block.language)
+    ]
+    commands = re.findall(r"^flatout ([a-z].*)$", "\n".join(shown), flags=re.MULTILINE)
     assert {command.split()[0] for command in commands} > {"train", "prepare", "eval", "generate", "tune", "config"}
     presets = set(shipped_names("preset"))
     for command in commands:
         with pytest.raises(Taken) as taken:
             cli.main(shlex.split(command, comments=True))
         asked = vars(taken.value.args[0])
-        assert {word.partition("=")[0] for word in asked.get("overrides") or ()} <= field_facts().keys(), command
         config = asked.get("config")
         assert config is None or config in presets or config.endswith(".yaml"), command
+        if "overrides" in asked and not (asked["verb"] == "estimate" and asked["gpus"]):  # --size is another there
+            config = next((name for name in (config, asked.get("field")) if name in presets), None)  # no file is read
+            load_config(config, asked["overrides"], size=asked["size"])
 
 
 @pytest.mark.parametrize("command", ["train --no-such-option", "config shwo", "generate --tokens many"])

@@ -283,7 +283,7 @@ _ALL = (
             WRITTEN_CONFIG,
             OVERWRITE,
             flag("--exhaustive", "try every micro-batch with everything else"),
-            number("--seconds", 1, 1e6, "take the best after this long; default 120, compiled 1200, exhaustive 3600"),
+            number("--seconds", 1, 1e6, "take the best after this long; default 120, 1200 compiled, 3600 exhaustive"),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
         "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "

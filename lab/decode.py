@@ -124,13 +124,13 @@ def peers(case: str, rows: int) -> list[dict[str, Any]]:
     with torch.device("cuda"):
         if config.family == "gpt2":
             size: dict[str, Any] = {"n_layer": config.layers, "n_embd": config.width, "n_head": config.heads}
-            model = GPT2LMHeadModel(GPT2Config(**size, vocab_size=vocab)).to(torch.bfloat16)
+            model = GPT2LMHeadModel(GPT2Config(**size, vocab_size=vocab))
         else:
             size = {"hidden_size": config.width, "intermediate_size": config.mlp_width}
             size |= {"num_hidden_layers": config.layers, "num_attention_heads": config.heads}
             theirs = LlamaConfig(**size, num_key_value_heads=config.kv_heads, vocab_size=vocab)
-            model = LlamaForCausalLM(theirs).to(torch.bfloat16)
-    model.eval()
+            model = LlamaForCausalLM(theirs)
+    model.to(torch.bfloat16).eval()
     prompt = torch.randint(0, vocab, (rows, PROMPT), device="cuda")
     tokens = TOKENS if rows == 1 else TOKENS // 2
     found = []

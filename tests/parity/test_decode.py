@@ -68,10 +68,11 @@ def test_logits_are_those_of_the_whole_text(kind, parts, device, monkeypatch):
 def test_products_of_8_bit_weights(inputs, outputs, activation, device):
     torch.manual_seed(0)
     wide = torch.nn.Linear(inputs, outputs)
+    bias = wide.bias.to(device)
     linear = Int8Linear(wide.weight, wide.bias).to(device)
     x_RK = torch.randn(3, inputs, device=device)
     exact_NK = linear.weight.double() * linear.scale_N.double()[:, None]
-    expected = x_RK.double() @ exact_NK.T + linear.bias.double()
+    expected = x_RK.double() @ exact_NK.T + bias.double()
     if activation == "gelu":
         expected = torch.nn.functional.gelu(expected, approximate="tanh")
     elif activation == "swiglu":
@@ -84,7 +85,7 @@ def test_products_of_8_bit_weights(inputs, outputs, activation, device):
     if activation is not None:  # the inputs of those below are rounded before
         return
     x_RK = x_RK.bfloat16()
-    expected = x_RK.double() @ exact_NK.T + linear.bias.double()
+    expected = x_RK.double() @ exact_NK.T + bias.double()
     for rows, digits in ((1, 1e-4), (3, 3 * 2**-9)) if device == "cuda" else ((1, 1e-4),):
         made = decode.product(x_RK[:rows], weights, linear.bias, dtype=torch.bfloat16)
         assert float((made - expected[:rows]).abs().max()) < digits * float(expected.abs().max())

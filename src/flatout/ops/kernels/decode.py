@@ -143,7 +143,7 @@ def _times_four(a, b, INLINE: tl.constexpr):
             "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
         )
     total = ((a << 24) >> 24) * ((b << 24) >> 24)
-    for shift in tl.static_range(0, 24, 8):
+    for shift in tl.static_range(0, 24, 8):  # pyright: ignore[reportGeneralTypeIssues]
         total += ((a << shift) >> 24) * ((b << shift) >> 24)
     return total
 
@@ -558,7 +558,7 @@ def _attend(
             result = result * kept[:, None] + added
             top = higher
             at += BLOCK
-            keys, values, seen = _entries(k_ptr, v_ptr, at, end, place, places, window, D, SIZE)
+            keys, values, seen = _entries(k_ptr, v_ptr, at, end, place, places, window, D, SIZE)  # pyright: ignore[reportGeneralTypeIssues]
     wanted = row * H + group * SHARE + head
     if PARTS > 1:
         out = wanted * PARTS + part

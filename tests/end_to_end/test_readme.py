@@ -83,7 +83,7 @@ def test_a_command_that_would_not_be_taken_is_noticed(command: str, monkeypatch:
 
 def test_the_first_screen_is_a_sentence_three_commands_and_six_lines_of_output():
     top = README.read_text(encoding="utf-8").splitlines()[:40]
-    assert all(command in "\n".join(top) for command in ("make train", "make test", "flatout train --minutes"))
+    assert all(command in "\n".join(top) for command in ("make train", "make test", "--minutes"))
     (output,) = re.findall(r"prints, among other lines:\n\n```\n(.*?)```", "\n".join(top), flags=re.DOTALL)
     assert len(output.splitlines()) == 6
     evaluated = re.findall(r"^eval at step (\d+): val loss (\d\.\d+)", output, flags=re.MULTILINE)

@@ -135,13 +135,11 @@ def _training_rows(info: dict[str, Any]) -> Rows:
     steps, batch, size, windows, context, samples = (amount(info.get(name)) for name in names)
     planned = steps * batch if steps is not None and batch is not None else None
     of_window = samples if samples is not None else None if not batch or not context else batch / context
+    epochs = steps * of_window / windows if steps is not None and of_window is not None and windows else None
     warmup = _at(info, "optim.warmup")
     return [
         ("Planned", None if planned is None else f"{steps:,} steps, {human_count(planned)} tokens"),
-        (
-            "Epochs",
-            f"{steps * of_window / windows:.2f}" if steps is not None and of_window is not None and windows else None,
-        ),
+        ("Epochs", None if epochs is None else f"{epochs:.2f}"),
         ("Tokens per parameter", f"{planned / size:,.2f} planned" if planned and size and samples is None else None),
         ("Samples per step", _whole(samples)),
         ("Tokens per step", _whole(batch)),

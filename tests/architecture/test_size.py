@@ -22,8 +22,8 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 54_070,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 43_048,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 54_084,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 43_058,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 115,  # all Python outside tests
     "modules": 256,  # of src/flatout, as all the following
     "modules with one importer": 48,

@@ -11,6 +11,7 @@ import flatout
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
+from flatout.config.sections import keeps_best
 from flatout.config.sizes import Shape
 from flatout.errors import ConfigError
 from flatout.launch import AGENT, Attempt, Launch
@@ -117,6 +118,8 @@ def test_minutes_choose_a_size_and_say_why(
     stored = flatout.stored_config(tmp_path / "out").config
     assert stored.train.minutes == 0.012
     assert stored.train.steps is not None
+    assert stored.eval.every, "a text of six epochs is learned by heart at some point"
+    assert keeps_best(stored.eval, stored.checkpoint)
     assert stored.model.bigram_rows > 0, "tables of a few characters are small"
     assert rows[-1]["type"] == "end"
     asked = len(tried)

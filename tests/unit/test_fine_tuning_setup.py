@@ -18,6 +18,7 @@ from flatout.config.unused import check_used
 from flatout.data.sample_data import SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import Device
+from flatout.engine.setup import knows_no_end
 from flatout.engine.state import Progress, capture
 from flatout.engine.step import LossScale
 from flatout.errors import CheckpointError, DoesNotFitError, HardwareError, UserError
@@ -43,6 +44,23 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     named = ["model.init_from=base", "chat.source=rows.json", "speed.device=cpu", "model.context=64"]
     return lambda *more: [*named, *more]
+
+
+# --- the base ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_that_never_saw_the_end_of_a_text_is_named():
+    """Rows of the head of tokens that are not in the text move together, away from the others."""
+    torch.manual_seed(0)
+    words = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=8"]
+    model = build_model(load_config("shakespeare", words).config.model, 32)
+    assert not knows_no_end(model, 31)
+    assert model.head.weight is not None
+    with torch.no_grad():
+        model.head.weight[28:] = model.head.weight[31]
+    assert knows_no_end(model, 31)
+    assert not knows_no_end(model, 3)
+    assert not knows_no_end(model, None)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

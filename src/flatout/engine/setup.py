@@ -193,3 +193,20 @@ def notices_of(plan: RunPlan, model: GPT | CustomModel, trained: Trained, custom
     yield from custom.notices(model)
     if trained.adapters is not None:
         yield from needless_rank(trained.adapters.choices)
+        assert plan.base is not None, "adapters are for a model from elsewhere: checked by the config"
+        assert isinstance(model, GPT), "refused with model="
+        if knows_no_end(model, plan.base.tokenizer.end_of_text):
+            yield (
+                f"{plan.base.name} was trained on text without an end, and adapters leave its head as it is, so it may "
+                "not learn to stop; train all weights by lora.rank=0, or the base on several documents"
+            )
+
+
+@torch.no_grad()
+def knows_no_end(model: GPT, end: int | None) -> bool:
+    """Whether the end of a text is a token that was never seen: all of those keep nearly the same row of the head."""
+    rows = model.head.weight
+    if rows is None or end is None or len(rows) > 2**16:  # a large vocabulary is that of a model from elsewhere
+        return False
+    away = (rows - rows[end]).float().norm(dim=1)
+    return bool(away.kthvalue(2).values < 0.02 * away.median())

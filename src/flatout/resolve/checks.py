@@ -148,6 +148,6 @@ def way_to_export(config: RunConfig) -> str:
     if len(needed) <= _FEW and config.train.minutes is None:
         words = " ".join(f"model.{field}={format_value(value)}" for field, value in needed.items())
         return f"one that is trained with {words} can be exported"
-    length = "" if config.train.minutes is None else f" --minutes {round(config.train.minutes, 2):g}"
+    length = "" if config.train.minutes is None else f" --minutes {round(config.train.minutes, 3):g}"
     source = f"data.source={config.data.source if isinstance(config.data.source, str) else '...'}"
     return f"`flatout train modern{length} {shlex.quote(source)}` trains one that can be exported"

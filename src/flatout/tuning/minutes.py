@@ -360,7 +360,7 @@ def _evaluations(minutes: float, best: Prospect, known: Known, context: int) -> 
         "eval.every": max(1, best.steps // EVALUATIONS) if often else 0,
         "eval.tokens": min(MOST_LOOKED, look),
         "eval.sample_tokens": 0,
-        "checkpoint.every": f"{LONG:g} minutes" if minutes >= LONG else 0,
+        "checkpoint.every": f"{LONG:g} minutes" if often else 0,  # which also keeps the best one
     }
 
 

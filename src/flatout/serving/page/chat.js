@@ -86,8 +86,8 @@ async function answer() {
       text += (chat ? choice?.delta.content : choice?.text) ?? "";
       reason = choice?.finish_reason ?? reason;
       said.textContent = text;
-      const seconds = (performance.now() - first) / 1000;
-      const rate = seconds > 0.05 ? ` · ${((tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
+      const now = performance.now(), since = now - first > 50 ? first : began; // all at once: with the wait before
+      const rate = tokens > 1 ? ` · ${((1000 * (tokens - 1)) / (now - since)).toFixed(1)} tokens/s` : "";
       facts.textContent = `${tokens} tokens${rate} · first after ${((first - began) / 1000).toFixed(2)} s`;
       if (low) main.scrollTop = main.scrollHeight;
     }
